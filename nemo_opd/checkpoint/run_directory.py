@@ -42,11 +42,15 @@ def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = Tr
     """Return the checkpoint to continue from, or None in a new run.
 
     hashed: as for `CheckpointManager.newest`. Raises ConfigError if the directory has checkpoints and `run.resume` is
-    not `auto`, and CheckpointError if the run cannot be continued.
+    not `auto`, and CheckpointError if it belongs to another run or all checkpoints are damaged.
     """
     checkpoints = checkpoints_of(config, output_dir)
     if config.run.resume == "auto":
-        return newest_of_same_run(checkpoints, config, hashed=hashed)
+        newest = checkpoints.newest(hashed=hashed)
+        if newest is not None:
+            progress = newest.progress
+            require_same_run(progress.settings, identity(config), str(checkpoints.path(progress.step)))
+        return newest
     if steps := checkpoints.steps():
         raise ConfigError(
             f"run.output_dir={output_dir} holds a run with a checkpoint at step {steps[-1]}; write run.resume=auto to "
@@ -204,20 +208,6 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
         return
     for key, inner in items:
         yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
-
-
-def newest_of_same_run(
-    checkpoints: CheckpointManager, config: RunConfig, *, hashed: bool = True
-) -> NewestCheckpoint | None:
-    """Return the newest complete checkpoint, which `config` can continue from, or None without checkpoints.
-
-    hashed: as for `CheckpointManager.newest`. Raises CheckpointError if it belongs to another run or all are damaged.
-    """
-    newest = checkpoints.newest(hashed=hashed)
-    if newest is not None:
-        progress = newest.progress
-        require_same_run(progress.settings, identity(config), str(checkpoints.path(progress.step)))
-    return newest
 
 
 def require_same_run(saved: Mapping[str, object], current: Mapping[str, object], checkpoint: str) -> None:

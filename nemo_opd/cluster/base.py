@@ -6,6 +6,7 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -21,8 +22,8 @@ _ACTIVITIES = {
     "load": "reading the checkpoint",
     "forward": "reading a batch",
     "log_probability": "reading a batch after other prompts",
-    "bits_per_byte": "reading the validation texts",
-    "as_teacher": "working as a teacher with the student's weights",
+    "token_nats": "reading the validation texts",
+    "own_teachers.call": "working as a teacher with the student's weights",
     "train_step": "training on a batch",
     "evaluate": "validating",
     "generate": "continuing prompts",
@@ -32,7 +33,7 @@ _ACTIVITIES = {
     "export": "writing the trained model",
     "hold_weights": "giving its weights to the rollout server",
     "join_link": "connecting to the student's ranks on other nodes",
-    "join_links": "connecting to teachers' ranks on other nodes",
+    "links.join": "connecting to teachers' ranks on other nodes",
     "send": "sending its output to other nodes",
     "receive": "receiving teachers' output from other nodes",
     "close": "releasing its memory",
@@ -138,9 +139,12 @@ class Rank:
             self.worker: Any = worker(**arguments)
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of the worker. Raises the worker's errors, and ClusterError if memory runs out."""
+        """Call a method of the worker, or of an attribute of it, such as `links.join`.
+
+        Raises the worker's errors, and ClusterError if memory runs out.
+        """
         with needs_memory(Task(activity(method), _KNOBS)):
-            return getattr(self.worker, method)(*arguments)
+            return attrgetter(method)(self.worker)(*arguments)
 
     def close(self) -> None:
         self.worker.close()

@@ -66,6 +66,11 @@ class BatchGrid:
         is_given, width = self.is_given(batch), batch.student.ids.shape[1]
         return rows.map(lambda tensor, fill: F.pad(tensor[is_given], (0, width - tensor.shape[1]), value=fill))
 
+    def joined(self, parts: Sequence[Tensor], batch: Batch, width: int, *, fill: float) -> Tensor:
+        """Join tensors [sequences, ≤ width] of the padded batch's consecutive parts: [B, width], filled with `fill`."""
+        padded = torch.cat([F.pad(part, (0, width - part.shape[1]), value=fill) for part in parts])
+        return padded[self.is_given(batch)]
+
     def _places(self, batch: Batch) -> Tensor:
         """Return the index in the batch of each sequence in the padded batch, −1 for padding: int64 [padded B]."""
         row = _row_of(batch)

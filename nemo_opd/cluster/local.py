@@ -144,17 +144,13 @@ def serve(timeout_s: float) -> None:
     # Signals reach all processes, but only rank 0 decides how the run ends.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    while world := _next_world():
-        _serve_world(*world, timeout_s)
-
-
-def _next_world() -> tuple[dist.Store, str] | None:
-    """Wait for rank 0's next world and return its store and device, or None after the last world."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    store = _next_store(Processes.started())
-    store.wait([_DEVICE], _IDLE)
-    device = store.get(_DEVICE).decode()
-    return (store, device) if device else None
+    while True:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        store = _next_store(Processes.started())
+        store.wait([_DEVICE], _IDLE)
+        if not (device := store.get(_DEVICE).decode()):
+            return
+        _serve_world(store, device, timeout_s)
 
 
 def _serve_world(store: dist.Store, device: str, timeout_s: float) -> None:

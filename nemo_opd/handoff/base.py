@@ -17,7 +17,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nemo_opd.errors import HandoffError
 from nemo_opd.types import Closing
 
 
@@ -56,18 +55,11 @@ class Handle:
         return prod(self.shape) * self.dtype.itemsize
 
     def token(self, receiver: int) -> object:
-        """Return a receiver's token. Raises HandoffError if the buffer was not exported to it."""
-        for number, token in self.tokens:
-            if number == receiver:
-                return token
-        numbers = [number for number, _ in self.tokens]
-        raise HandoffError(
-            f"a teacher's buffer was exported to student ranks {numbers}, but rank {receiver} reads it; create the "
-            "sender with every rank that reads it"
-        )
+        """Return a receiver's token. Raises KeyError if the buffer was not exported to it."""
+        return dict(self.tokens)[receiver]
 
     def for_receiver(self, number: int) -> Handle:
-        """Return a smaller handle with this receiver's token only. Raises HandoffError as `token` does."""
+        """Return a smaller handle with this receiver's token only. Raises KeyError as `token` does."""
         return replace(self, tokens=((number, self.token(number)),))
 
     def sent_as(self, message: Message) -> Handle:
@@ -125,12 +117,8 @@ class Sender(Closing):
         return _view(self._buffer, self._shape, self._dtype)
 
     def handle(self) -> Handle:
-        """Return a handle to the last tensor, after making all writes visible to receivers.
-
-        Raises HandoffError before the first call of `tensor`.
-        """
-        if self._buffer is None:
-            raise HandoffError("handle() was called before tensor(), so there is no buffer to hand over")
+        """Return a handle to the last tensor, after making all writes visible to receivers."""
+        assert self._buffer is not None, "`tensor` is called first"
         self._flush()
         tokens = (*self._local_tokens, *zip(self.receivers, self._tokens, strict=True))
         return Handle(self.identity, self.allocation, self._shape, self._dtype, tokens, self.version)
@@ -182,12 +170,12 @@ class Receiver(Closing):
     def tensor(self, handle: Handle) -> Tensor:
         """Return the sender's tensor without a copy; valid until the sender writes the next one.
 
-        Pass it, or rows of it, to `near` before computing with it. Raises HandoffError if the sender is gone, the
-        buffer is smaller than the handle says, or it was not exported or sent to this receiver.
+        Pass it, or rows of it, to `near` before computing with it. Raises HandoffError if the sender is gone or the
+        buffer is smaller than the handle says, and KeyError if it was not exported or sent to this receiver.
         """
         token = handle.token(self.number)
         if isinstance(token, Message):
-            return self._from_message(handle)
+            return _view(self._received[handle.sender], handle.shape, handle.dtype)
         if isinstance(token, _SameProcess):
             return _senders[handle.sender].last
         allocation, buffer = self._mapped.get(handle.sender, (0, None))
@@ -219,14 +207,6 @@ class Receiver(Closing):
     def near(self, tensor: Tensor) -> Tensor:
         """Make a mapped tensor, or rows of one, readable for this process's device, by a copy if necessary."""
         return tensor
-
-    def _from_message(self, handle: Handle) -> Tensor:
-        if handle.sender not in self._received:
-            raise HandoffError(
-                f"student rank {self.number} reads a teacher's buffer on another node before it was sent; send the "
-                "messages that windows need (ExchangePlanner) before reading them"
-            )
-        return _view(self._received[handle.sender], handle.shape, handle.dtype)
 
     def close(self) -> None:
         """Drop every mapping and every message; may be called again."""

@@ -8,10 +8,10 @@ same order, and wait until all of them are transferred. The worlds that the work
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,29 +48,28 @@ class Link:
         rank = self._num_students + teacher if student is None else student
         size = rendezvous.num_students + rendezvous.num_teachers
         prefixed = dist.PrefixStore(_PREFIX, store)
-        self._group: _Backend | None = _new_backend(prefixed, rank, size, device, rendezvous.timeout_s)
+        self._group = _new_backend(prefixed, rank, size, device, rendezvous.timeout_s)
 
     def send(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
         """Send contiguous tensors, each to a student rank; host tensors are copied to the device first.
 
         Raises RuntimeError if the other side is gone.
         """
-        assert self._group is not None
         self._transfer(self._group.send, [(tensor.to(self._device), rank) for tensor, rank in tensors], first=0)
 
     def receive(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
         """Fill contiguous tensors, each from a teacher rank. Raises RuntimeError if the other side is gone."""
-        assert self._group is not None
         self._transfer(self._group.recv, tensors, first=self._num_students)
 
-    def _transfer(self, start: _Start, tensors: Sequence[tuple[Tensor, int]], *, first: int) -> None:
+    def _transfer(self, start: Callable[..., Any], tensors: Sequence[tuple[Tensor, int]], *, first: int) -> None:
         """Transfer tensors to or from one side, whose ranks begin at `first` in the link's world."""
-        assert self._group is not None
         coalesces = self._group.supports_coalescing
         if coalesces:
             self._group._start_coalescing()
         # Start all transfers before waiting for any, so that no order of pairs can deadlock.
-        works = [start([_flat_bytes(tensor)], first + rank, 0) for tensor, rank in tensors if tensor.numel()]
+        # As bytes, because backends do not support every dtype.
+        parts = [(tensor.view(-1).view(torch.uint8), first + rank) for tensor, rank in tensors if tensor.numel()]
+        works = [start([tensor], rank, 0) for tensor, rank in parts]
         for work in [self._group._end_coalescing()] if coalesces else works:
             if work is not None:
                 work.wait()
@@ -171,43 +170,14 @@ def _head_handles(window: Window) -> Iterator[Handle]:
                 yield shard.bias
 
 
-class _Start(Protocol):
-    """`send` or `recv` of a backend."""
-
-    def __call__(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work: ...
-
-
-class _Backend(Protocol):
-    """Methods of torch.distributed's backends that are missing from its stubs."""
-
-    supports_coalescing: bool
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
-
-    def eager_connect_single_device(self, device: torch.device, /) -> None: ...
-
-    def _start_coalescing(self) -> None: ...
-
-    def _end_coalescing(self) -> dist.Work | None: ...
-
-    def abort(self) -> None: ...
-
-
-def _new_backend(store: dist.Store, rank: int, size: int, device: str, timeout_s: float) -> _Backend:
+def _new_backend(store: dist.Store, rank: int, size: int, device: str, timeout_s: float) -> Any:
     """Create a backend apart from the default world, which torch.distributed's functions use."""
     timeout = timedelta(seconds=timeout_s)
     if BACKENDS[device] == "gloo":
-        return cast("_Backend", dist.ProcessGroupGloo(store, rank, size, timeout))
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    backend = cast("_Backend", dist.ProcessGroupNCCL(store, rank, size, options))
+    backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
     # All ranks must take part in creating the communicator, but not in each transfer.
     backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return backend
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    """Return a view as bytes, because backends do not support every dtype."""
-    return tensor.view(-1).view(torch.uint8)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import to_device_batched
-from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.base import Handle, Message, Receiver, Sender
 from nemo_opd.handoff.plan import (
     ONE_READER,
@@ -138,11 +136,6 @@ class HeadHandle:
         bias = None if self.bias is None else receiver.constant(self.bias)
         return Head(receiver.constant(self.weight), bias, self.scale, self.soft_cap)
 
-    def map(self, function: Callable[[Handle], Handle]) -> HeadHandle:
-        """Apply a function to the handles."""
-        bias = None if self.bias is None else function(self.bias)
-        return replace(self, weight=function(self.weight), bias=bias)
-
 
 @dataclass(frozen=True, slots=True)
 class HiddenStatesHandle:
@@ -216,7 +209,9 @@ class HiddenStatesWriter(_OutputWriter):
         """Write a microbatch's hidden states [1, n, E] to the tokens from `start` on; the first time also the head."""
         assert isinstance(output, HeadLogits)
         if self._head is None and self._is_head_read:
-            self._write_head(output.head)
+            head = output.head
+            bias = None if head.bias is None else self._copy(head.bias, self._bias)
+            self._head = HeadHandle(self._copy(head.weight, self._weight), bias, head.scale, head.soft_cap)
         self._put(start, output.hidden)
 
     def handle(self) -> HiddenStatesHandle:
@@ -230,10 +225,6 @@ class HiddenStatesWriter(_OutputWriter):
         """Release the buffers; may be called again."""
         super().close()
         self._head = None
-
-    def _write_head(self, head: Head) -> None:
-        bias = None if head.bias is None else self._copy(head.bias, self._bias)
-        self._head = HeadHandle(self._copy(head.weight, self._weight), bias, head.scale, head.soft_cap)
 
     def _copy(self, parameter: Tensor, sender: Sender) -> Handle:
         values = parameter.detach()[: len(self._columns)]
@@ -364,9 +355,7 @@ def windows(handles: Sequence[OutputHandle], sides: LayoutPair, lengths: Sequenc
     """Return the window of each student rank, with the tokens of that rank only.
 
     handles: one for each teacher rank. lengths: tokens of each sequence of the batch. Buffers on other nodes are read
-    from messages, which must be exchanged first (`ExchangePlanner`). Raises ConfigError if the sequences cannot be
-    split evenly over the student's or the teacher's data-parallel ranks, and HandoffError if a buffer was not exported
-    to a rank that reads it.
+    from messages, which must be exchanged first (`ExchangePlanner`).
     """
     teacher = sides.teacher
     columns = [handles[teacher.rank(0, 0, t)].columns for t in range(teacher.tp)]
@@ -414,12 +403,10 @@ class _Reader:
     def head(self, heads: Sequence[HeadHandle | None], shards: Sequence[BufferSlice]) -> tuple[HeadHandle, ...]:
         handles = []
         for shard in shards:
-            if (head := heads[shard.rank]) is None:
-                raise HandoffError(
-                    f"student rank {self.rank} reads the head of teacher rank {shard.rank}, which was created without "
-                    "readers of its head; create the writer with every rank that reads it"
-                )
-            handles.append(head.map(partial(self._reachable, teacher_rank=shard.rank)))
+            head = heads[shard.rank]
+            assert head is not None, "`planned_readers` names every rank that reads a head"
+            bias = None if head.bias is None else self._reachable(head.bias, shard.rank)
+            handles.append(replace(head, weight=self._reachable(head.weight, shard.rank), bias=bias))
         return tuple(handles)
 
     def _reachable(self, handle: Handle, teacher_rank: int, rows: range | None = None) -> Handle:

@@ -30,14 +30,6 @@ class LayoutPair:
     student_places: tuple[Place, ...]
     teacher_places: tuple[Place, ...]
 
-    def __post_init__(self) -> None:
-        sizes = (self.student.size, self.teacher.size)
-        if sizes != (len(self.student_places), len(self.teacher_places)):
-            raise ConfigError(
-                f"the layouts have {sizes[0]} student and {sizes[1]} teacher ranks, but there are "
-                f"{len(self.student_places)} and {len(self.teacher_places)} places; give each rank one place"
-            )
-
     def crosses(self, student_rank: int, teacher_rank: int) -> bool:
         """Return whether the ranks are on different nodes."""
         return self.student_places[student_rank].node != self.teacher_places[teacher_rank].node
@@ -115,8 +107,7 @@ class Traffic:
 def output_shards(teacher: Layout, lengths: Sequence[int], columns: Sequence[range]) -> list[BufferShard]:
     """Return each teacher rank's shard of a batch's output.
 
-    lengths: tokens of each sequence. columns: range of each tensor-parallel index. Raises ConfigError if the sequences
-    cannot be split into dp equal parts.
+    lengths: tokens of each sequence, in number a multiple of dp. columns: range of each tensor-parallel index.
     """
     parts = _equal_parts(lengths, teacher.dp)
     shards = []
@@ -127,10 +118,7 @@ def output_shards(teacher: Layout, lengths: Sequence[int], columns: Sequence[ran
 
 
 def output_pieces(sides: LayoutPair, shards: Sequence[BufferShard], lengths: Sequence[int]) -> list[list[BufferSlice]]:
-    """Return the pieces of each student rank's window, ordered by row, then column.
-
-    Raises ConfigError if the sequences cannot be split into dp equal parts.
-    """
+    """Return the pieces of each student rank's window, ordered by row, then column."""
     parts = _equal_parts(lengths, sides.student.dp)
     windows = [parts[sides.student.coordinates(rank)[0]] for rank in range(sides.student.size)]
     return _pieces(sides, shards, windows)
@@ -299,17 +287,12 @@ def overlap(first: range, second: range) -> range:
 
 
 def _shifted(numbers: range, by: int) -> range:
-    """Return the range moved by `by`."""
     return range(numbers.start + by, numbers.stop + by)
 
 
 def _equal_parts(lengths: Sequence[int], dp: int) -> list[range]:
-    """Return the rows of each equal part of the padded global batch. Raises ConfigError if parts would differ."""
-    if len(lengths) % dp:
-        raise ConfigError(
-            f"a global batch of {len(lengths)} sequences cannot be split into dp={dp} equal parts; pad it to a "
-            "multiple of the dp of the student and of every teacher"
-        )
+    """Return the rows of each equal part of the padded global batch."""
+    assert len(lengths) % dp == 0, "BatchGrid pads the batch"
     ends = list(accumulate(lengths, initial=0))[:: len(lengths) // dp]
     return [range(start, stop) for start, stop in pairwise(ends)]
 

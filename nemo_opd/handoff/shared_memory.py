@@ -56,7 +56,50 @@ class FileDescriptor:
             raise FileNotFoundError(errno.ENOENT, "replaced by another file")
 
 
+def _map_shared(number: int, num_bytes: int) -> Tensor:
+    """Map a file as a flat uint8 tensor; freeing the tensor unmaps it."""
+    return torch.frombuffer(mmap.mmap(number, num_bytes), dtype=torch.uint8)
+
+
+def _map_pinned(number: int, num_bytes: int) -> Tensor:
+    """Map a file as a flat uint8 tensor, pinned if CUDA allows it; freeing the tensor undoes both."""
+    mapping = _Mapping(number, num_bytes)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
+    except RuntimeError as error:
+        _warn_of_pageable_memory(str(error))
+        with suppress(RuntimeError, AssertionError):
+            # CUDA reports the error again at the next call, which would be some kernel of the model.
+            torch.ones(1, device="cuda")
+    else:
+        mapping.address = tensor.data_ptr()
+    return tensor
+
+
+class _Mapping(mmap.mmap):
+    """A mapped file that is unregistered with CUDA before it is unmapped."""
+
+    address: int | None = None
+    """Address registered with CUDA, or None."""
+
+    def __del__(self) -> None:
+        if self.address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+@cache
+def _warn_of_pageable_memory(reason: str) -> None:
+    _logger.warning(
+        "handoff: main memory cannot be pinned (%s), so copies to and from the GPU are slower; raise the limit of "
+        "locked memory (`ulimit -l unlimited`, in Docker `--ulimit memlock=-1`)",
+        reason,
+    )
+
+
 class SharedMemorySender(Sender):
+    _map_file = staticmethod(_map_shared)
+
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
         # The kernel would kill a process rather than refuse pages, so check before allocating.
         available = psutil.virtual_memory().available
@@ -73,9 +116,6 @@ class SharedMemorySender(Sender):
         self._number = number
         return buffer, (FileDescriptor(os.getpid(), number, name),) * len(self.receivers)
 
-    def _map_file(self, number: int, num_bytes: int) -> Tensor:
-        return _map_shared(number, num_bytes)
-
     def _release(self) -> None:
         os.close(self._number)
 
@@ -84,6 +124,8 @@ class SharedMemorySender(Sender):
 
 
 class SharedMemoryReceiver(Receiver):
+    _map_file = staticmethod(_map_shared)
+
     def _map(self, handle: Handle) -> Tensor:
         token = handle.token(self.number)
         assert isinstance(token, FileDescriptor)
@@ -103,9 +145,6 @@ class SharedMemoryReceiver(Receiver):
         finally:
             os.close(number)
 
-    def _map_file(self, number: int, num_bytes: int) -> Tensor:
-        return _map_shared(number, num_bytes)
-
     def _is_near(self, handle: Handle) -> bool:
         return True
 
@@ -114,23 +153,21 @@ class SharedMemoryReceiver(Receiver):
 
 
 class PinnedMemorySender(SharedMemorySender):
-    def _map_file(self, number: int, num_bytes: int) -> Tensor:
-        return _map_pinned(number, num_bytes)
+    _map_file = staticmethod(_map_pinned)
 
     def _flush(self) -> None:
         torch.cuda.synchronize()
 
 
 class PinnedMemoryReceiver(SharedMemoryReceiver):
+    _map_file = staticmethod(_map_pinned)
+
     def near(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to the device; work that is queued afterwards sees the copy."""
         if tensor.is_cuda:
             return tensor
         self.copied_bytes += tensor.nbytes
         return tensor.to("cuda", non_blocking=True)
-
-    def _map_file(self, number: int, num_bytes: int) -> Tensor:
-        return _map_pinned(number, num_bytes)
 
     def _is_near(self, handle: Handle) -> bool:
         return isinstance(handle.token(self.number), Message)
@@ -174,45 +211,4 @@ def _allocation_error(num_bytes: int, reason: str) -> HandoffError:
     return HandoffError(
         f"cannot allocate {num_bytes / 2**30:.2f} GiB of shared memory for a teacher's output ({reason}); lower "
         "train.global_batch_size or train.max_length, or free memory"
-    )
-
-
-def _map_shared(number: int, num_bytes: int) -> Tensor:
-    """Map a file as a flat uint8 tensor; freeing the tensor unmaps it."""
-    return torch.frombuffer(mmap.mmap(number, num_bytes), dtype=torch.uint8)
-
-
-def _map_pinned(number: int, num_bytes: int) -> Tensor:
-    """Map a file as a flat uint8 tensor, pinned if CUDA allows it; freeing the tensor undoes both."""
-    mapping = _Mapping(number, num_bytes)
-    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
-    try:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
-    except RuntimeError as error:
-        _warn_of_pageable_memory(str(error))
-        with suppress(RuntimeError, AssertionError):
-            # CUDA reports the error again at the next call, which would be some kernel of the model.
-            torch.ones(1, device="cuda")
-    else:
-        mapping.address = tensor.data_ptr()
-    return tensor
-
-
-class _Mapping(mmap.mmap):
-    """A mapped file that is unregistered with CUDA before it is unmapped."""
-
-    address: int | None = None
-    """Address registered with CUDA, or None."""
-
-    def __del__(self) -> None:
-        if self.address is not None:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-
-
-@cache
-def _warn_of_pageable_memory(reason: str) -> None:
-    _logger.warning(
-        "handoff: main memory cannot be pinned (%s), so copies to and from the GPU are slower; raise the limit of "
-        "locked memory (`ulimit -l unlimited`, in Docker `--ulimit memlock=-1`)",
-        reason,
     )

@@ -81,20 +81,9 @@ def probe_transport(transport: str, pairs: _Pairs, limit_s: float = _LIMIT_S) ->
 
 
 def complaint(command: Sequence[str], limit_s: float) -> str | None:
-    """Run a command; return None if it succeeds, else its last line of output, or that it did not end in time."""
-    status, output = _run(command, limit_s)
-    if status is None:
-        return f"no answer in {limit_s:g} s"
-    if status == 0:
-        return None
-    lines = output.strip().splitlines()
-    return lines[-1].strip() if lines else f"exit status {status}"
+    """Run a command; return None if it succeeds, else its last line of output, or that it did not end in time.
 
-
-def _run(command: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-    """Run a command in a separate session; return its exit status, None if it exceeded the limit, and its output.
-
-    Its child processes are killed when it ends or is killed. Raises OSError if the command does not exist.
+    It runs in a separate session, whose processes are killed when it ends. Raises OSError if it does not exist.
     """
     process = subprocess.Popen(
         command,
@@ -107,15 +96,16 @@ def _run(command: Sequence[str], limit_s: float) -> tuple[int | None, str]:
     )
     try:
         output, _ = process.communicate(timeout=limit_s)
-        return process.returncode, output
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # a process that hangs in a driver, or left the session
             process.communicate(timeout=_CLOSED_S)
-        return None, ""
+        return f"no answer in {limit_s:g} s"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    lines = output.strip().splitlines() or [f"exit status {process.returncode}"]
+    return lines[-1].strip() if process.returncode else None
 
 
 def hand_over(transport: str, pairs: _Pairs) -> None:
@@ -128,15 +118,11 @@ def hand_over(transport: str, pairs: _Pairs) -> None:
         context.Process(target=_read, args=(transport, reads, theirs), daemon=True).start()
         theirs.close()
         writers.append((writes, ours))
-    _require_peers([pair for pair in pairs if pair[0] != pair[1]] if transport == "cuda_ipc" else [])
+    for writes, reads in pairs if transport == "cuda_ipc" else ():
+        if writes != reads and not torch.cuda.can_device_access_peer(reads, writes):
+            raise HandoffError(f"GPU {reads} has no peer access to GPU {writes}")
     for writes, pipe in writers:
         _write(transport, writes, pipe)
-
-
-def _require_peers(pairs: _Pairs) -> None:
-    for writes, reads in pairs:
-        if not torch.cuda.can_device_access_peer(reads, writes):
-            raise HandoffError(f"GPU {reads} has no peer access to GPU {writes}")
 
 
 def _write(transport: str, device: int, pipe: Connection) -> None:

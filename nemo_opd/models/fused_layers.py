@@ -316,7 +316,12 @@ class _Trial:
 
 
 def norm_of(width: int) -> _Trial:
-    return _Trial("a norm", _norm_trial, lambda x: F.rms_norm(x, x.shape[-1:], x[0], _EPS), (3, width))
+    return _Trial(
+        "a norm",
+        lambda x: RMSNorm.apply(x, x[0], _EPS),
+        lambda x: F.rms_norm(x, x.shape[-1:], x[0], _EPS),
+        (3, width),
+    )
 
 
 def try_kernels(trials: Iterable[_Trial], dtype: torch.dtype, device: str) -> None:
@@ -339,16 +344,6 @@ def _results(function: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) -
     return result.detach().float(), gradient.float()
 
 
-def _norm_trial(x: Tensor) -> Tensor:
-    result: Tensor = RMSNorm.apply(x, x[0], _EPS)
-    return result
-
-
-def _gated_trial(x: Tensor) -> Tensor:
-    result: Tensor = SwiGLU.apply(x)
-    return result
-
-
 def _gated_by_pytorch(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
@@ -362,7 +357,7 @@ def _rotation_trial(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[T
     return function
 
 
-GATE = _Trial("a gate", _gated_trial, _gated_by_pytorch, (3, 64))
+GATE = _Trial("a gate", SwiGLU.apply, _gated_by_pytorch, (3, 64))
 ROTATION = _Trial(
     "a rotation", _rotation_trial(Rotary.apply), _rotation_trial(llama.apply_rotary_pos_emb), (2, 4, 3, 16)
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,25 +49,22 @@ def generating(
     with torch.no_grad(), ExitStack() as inside:
         inside.callback(model.train, model.training)
         model.eval()  # without dropout, and without activation checkpointing, which would prevent a cache
-        _disable_compilation(model, inside)
+        for module in model.modules():  # uncompiled: a growing cache would recompile layers again and again
+            if (compiled := module._compiled_call_impl) is not None:
+                inside.callback(setattr, module, "_compiled_call_impl", compiled)
+                module._compiled_call_impl = None
         if mesh is not None and context_axis(mesh) is not None:
             inside.callback(model.set_attn_implementation, model.config._attn_implementation)
             model.set_attn_implementation(_WHOLE_SEQUENCES)
         inside.enter_context(_gathered_parameters(model, reshard_after_forward))
-        if not rounds_logits:
-            inside.enter_context(_fp32_logits(model))
+        head: Any = model.get_output_embeddings()
+        if not rounds_logits and type(head) is nn.Linear:
+            inside.enter_context(replaced_forward(head, partial(_fp32_logits, head)))
         if mesh is not None and (tensor := tensor_axis(mesh)) is not None:
             inside.enter_context(whole_positions())
-            inside.enter_context(_whole_logits(model, tensor))
+            whole = partial(_whole_logits, head.forward, head.weight.shape[0], tensor)
+            inside.enter_context(replaced_forward(head, whole))
         yield
-
-
-def _disable_compilation(model: PreTrainedModel, until: ExitStack) -> None:
-    """Run layers uncompiled: a growing cache would recompile them again and again."""
-    for module in model.modules():
-        if (compiled := module._compiled_call_impl) is not None:
-            until.callback(setattr, module, "_compiled_call_impl", compiled)
-            module._compiled_call_impl = None
 
 
 @contextmanager
@@ -84,36 +82,18 @@ def _gathered_parameters(model: PreTrainedModel, reshard_after_forward: bool) ->
             unit.reshard()
 
 
-@contextmanager
-def _fp32_logits(model: PreTrainedModel) -> Iterator[None]:
-    """Compute a linear head's output in at least fp32 inside, instead of rounding it to bf16 or fp16."""
-    head: Any = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        yield
-        return
-
-    def forward(hidden: Tensor) -> Tensor:
-        bias = None if head.bias is None else local(head.bias)
-        return linear(hidden.flatten(0, -2), local(head.weight), bias).unflatten(0, hidden.shape[:-1])
-
-    with replaced_forward(head, forward):
-        yield
+def _fp32_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Compute a linear head's output in at least fp32, instead of rounding it to bf16 or fp16."""
+    bias = None if head.bias is None else local(head.bias)
+    return linear(hidden.flatten(0, -2), local(head.weight), bias).unflatten(0, hidden.shape[:-1])
 
 
-@contextmanager
-def _whole_logits(model: PreTrainedModel, tensor: DeviceMesh) -> Iterator[None]:
-    """Gather the columns of a sharded head on each rank inside. Communicates [B, S, V] per call."""
-    head: Any = model.get_output_embeddings()
-    local_forward, width = head.forward, head.weight.shape[0]
-
-    def gathered(hidden: Tensor) -> Tensor:
-        logits: Tensor = local_forward(hidden)
-        shape = torch.Size((*logits.shape[:-1], width))
-        # Uneven shards do not determine the full shape and stride.
-        stride = torch.empty(shape, device="meta").stride()
-        placements = [Shard(logits.ndim - 1)]
-        sharded = DTensor.from_local(logits, tensor, placements, run_check=False, shape=shape, stride=stride)
-        return sharded.full_tensor()
-
-    with replaced_forward(head, gathered):
-        yield
+def _whole_logits(forward: Callable[[Tensor], Tensor], width: int, tensor: DeviceMesh, hidden: Tensor) -> Tensor:
+    """Gather the columns of a sharded head's output on each rank. Communicates [B, S, V]."""
+    logits = forward(hidden)
+    shape = torch.Size((*logits.shape[:-1], width))
+    # Uneven shards do not determine the full shape and stride.
+    stride = torch.empty(shape, device="meta").stride()
+    placements = [Shard(logits.ndim - 1)]
+    sharded = DTensor.from_local(logits, tensor, placements, run_check=False, shape=shape, stride=stride)
+    return sharded.full_tensor()

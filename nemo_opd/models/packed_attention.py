@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import groupby
@@ -171,8 +171,14 @@ def _within_sequences(
 
     sliding_window: number of positions that a token sees, including itself.
     """
-    attend: Callable[..., Tensor] = _flash if _has_flash(query, value, dropout) else _by_length
-    return attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window), None
+    ends, window = cu_seq_lens_q, sliding_window
+    if not _has_flash(query, value, dropout):
+        return _by_length(query, key, value, ends, scaling, dropout, window), None
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    lengths, window_size = (max_length_q, max_length_q), (-1 if window is None else window - 1, 0)
+    attend: Any = varlen_attn
+    output: Tensor = attend(query, key, value, ends, ends, *lengths, scale=scaling, window_size=window_size, **_GROUPED)
+    return output.unsqueeze(0), None
 
 
 AttentionInterface.register(_PACKED, _within_sequences)
@@ -191,32 +197,12 @@ def _has_flash(query: Tensor, value: Tensor, dropout: float) -> bool:
     )
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor,
-    longest: int,
-    scale: float,
-    _: float,
-    window: int | None,
-) -> Tensor:
-    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    window_size = (-1 if window is None else window - 1, 0)
-    attend: Any = varlen_attn
-    output: Tensor = attend(
-        query, key, value, ends, ends, longest, longest, scale=scale, window_size=window_size, **_GROUPED
-    )
-    return output.unsqueeze(0)
-
-
 @torch.compiler.disable
 def _by_length(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     ends: Tensor,
-    _: int,
     scale: float,
     dropout: float,
     window: int | None,

@@ -113,7 +113,9 @@ def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Residual) -
     if name in plan.experts:
         return Experts()
     if any(inside(name, mixture) for mixture in plan.mixtures):
-        return _in_mixture(style)
+        # A shared expert's linear layer, or a router; gradients are partial sums.
+        cut = {Style.COLUMNS: Shard(0), Style.ROWS: Shard(1)}.get(style) if style else None
+        return Local(Replicate(), Partial()) if cut is None else Local(cut, cut)
     match style:
         case Style.COLUMNS:
             return ColwiseParallel()
@@ -129,16 +131,6 @@ def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Residual) -
     in_block = any(inside(name, block) for block in plan.blocks)
     # Between blocks a rank may have only some of the positions.
     return Local(Replicate(), Partial() if residual.is_shared and in_layer and not in_block else Replicate())
-
-
-def _in_mixture(style: Style | None) -> ParallelStyle:
-    """Return the style of a shared expert's linear layer, or of a router, whose gradients are partial sums."""
-    match style:
-        case Style.COLUMNS:
-            return Local(Shard(0), Shard(0))
-        case Style.ROWS:
-            return Local(Shard(1), Shard(1))
-    return Local(Replicate(), Partial())
 
 
 def shard(

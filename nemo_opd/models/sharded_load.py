@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedModel
 
-from nemo_opd.config.model import Parallelism
+from nemo_opd.config.model import Model, Student
 from nemo_opd.distributed.collectives import find_not_finite, local
 from nemo_opd.errors import ModelError
 from nemo_opd.models.adapter_folder import resolve
@@ -41,20 +41,15 @@ from nemo_opd.progress import tracked
 
 
 def load_sharded(
-    reference: str,
+    settings: Model,
     dtype: torch.dtype,
     mesh: DeviceMesh,
     *,
     key: str,
-    parallelism: Parallelism,
     compute_dtype: torch.dtype,
     device: str,
     trainable: bool,
-    activation_checkpointing: bool = False,
-    compile_layers: bool = False,
-    fused_layers: bool | Literal["auto"] = False,
     adapters: Adapters | None = None,
-    attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model with weights in `dtype`, sharded over `mesh`, with this rank's shard on `device`.
 
@@ -64,35 +59,34 @@ def load_sharded(
     concatenating stored tensors.
 
     key: `student.model` or `teachers.i.model`. trainable: False for a teacher. adapters: trained instead of the
-    weights, to which `dtype` applies; the model's state dict then has only adapters. fused_layers: see `fuse_layers`.
-    attn_implementation: a name of transformers, by default the model's. Raises ModelError naming `key` if weights are
-    unreadable or missing, are quantised in a way that does not allow this, or (on all ranks) one is NaN or infinite,
-    and naming `….parallelism.tp` if the model cannot be sharded.
+    weights, to which `dtype` applies; the model's state dict then has only adapters. Raises ModelError naming `key` if
+    weights are unreadable or missing, are quantised in a way that does not allow this, or (on all ranks) one is NaN or
+    infinite, and naming `….parallelism.tp` if the model cannot be sharded.
     """
+    reference, section = settings.reference, key.removesuffix(".model")
 
     def prepare(model: PreTrainedModel, *, stays_whole: bool = False) -> None:
         model.eval().requires_grad_(trainable)
         if adapters is not None:
             adapters.attach(model)
             keep_adapters_only(model)
-        if activation_checkpointing:
+        if isinstance(settings, Student) and settings.activation_checkpointing:
             checkpoint_activations(model)
-        if compile_layers:
+        if settings.compile:
             compile_in_place(model)
         else:
-            fuse_layers(model, fused_layers, compute_dtype, mesh.device_type, key=key.removesuffix(".model"))
+            fuse_layers(model, settings.fused_layers, compute_dtype, mesh.device_type, key=section)
         if not stays_whole:
-            parallelize(model, mesh, parallelism, compute_dtype=compute_dtype, key=key.removesuffix(".model"))
+            parallelize(model, mesh, settings.parallelism, compute_dtype=compute_dtype, key=section)
 
     try:
-        model = _load_by_pieces(reference, dtype, prepare, device, key, attn_implementation)
+        model = _load_by_pieces(settings, dtype, prepare, device, key)
     except NotPiecewiseError:
         config = load_config(reference, key=key)
         stays_quantised = is_kept(config, mesh, device, key=key, reference=reference, trainable=trainable)
         quantised_on = device if stays_quantised else None
-        model = load_model(
-            reference, dtype, key=key, attn_implementation=attn_implementation, quantised_on=quantised_on
-        )
+        attention = settings.attn_implementation
+        model = load_model(reference, dtype, key=key, attn_implementation=attention, quantised_on=quantised_on)
         prepare(model, stays_whole=stays_quantised)
         if not stays_quantised:
             model.to(device)  # type: ignore[arg-type]
@@ -105,16 +99,12 @@ def load_sharded(
 
 
 def _load_by_pieces(
-    reference: str,
-    dtype: torch.dtype,
-    prepare: Callable[[PreTrainedModel], None],
-    device: str,
-    key: str,
-    attn_implementation: str | None,
+    settings: Model, dtype: torch.dtype, prepare: Callable[[PreTrainedModel], None], device: str, key: str
 ) -> PreTrainedModel:
     """Build a model on meta, shard it with `prepare`, and read its weights. Raises NotPiecewiseError and ModelError."""
+    reference, attention = settings.reference, settings.attn_implementation
     config = load_config(reference, key=key)
-    model = build_on_meta(config, reference, key=key, attn_implementation=attn_implementation, dtype=dtype)
+    model = build_on_meta(config, reference, key=key, attn_implementation=attention, dtype=dtype)
     require_piecewise(model, dtype)
     pieces = find_pieces(model, reference, key=key)
     require_equal_ties(model, pieces)

@@ -49,8 +49,11 @@ class Local(ParallelStyle):
         self.placement, self.gradient = placement, gradient
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, _ in list(module.named_parameters(recurse=False)):
-            _distribute(module, name, device_mesh, self.placement)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor):
+                # Every rank has the full parameter, or it is on meta: nothing is sent.
+                part = distribute_tensor(parameter.detach(), device_mesh, [self.placement], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
         forward = module.forward
 
         @wraps(forward)
@@ -211,15 +214,6 @@ def _redistribute(local: Tensor, mesh: DeviceMesh, source: Placement, target: Pl
     """Convert a local tensor from one placement to another."""
     distributed = DTensor.from_local(local, mesh, [source], run_check=False)
     return distributed.redistribute(placements=[target]).to_local()
-
-
-def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replace a parameter by this rank's part. Every rank has the full parameter, or it is on meta: nothing is sent."""
-    parameter = module._parameters[name]
-    assert parameter is not None
-    if not isinstance(parameter, DTensor):
-        part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 @contextmanager

@@ -185,8 +185,8 @@ def _prompt_set(
         check_answers(config.reward, prompts, source=key)
     way_out = "raise rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
     fitting = drop_long(prompts, renderer, longest_prompt(config), key=key, way_out=way_out)
-    rows = tuple(prompt.index for prompt in fitting.prompts)
-    return _PromptSet(documents, layout.columns, rows, fitting.num_dropped)
+    rows = tuple(prompt.index for prompt in fitting)
+    return _PromptSet(documents, layout.columns, rows, len(prompts) - len(fitting))
 
 
 def _require_responses(prompts: _PromptSet, renderer: Renderer, key: str) -> None:
@@ -250,10 +250,10 @@ def _load_set(config: RunConfig, resolved: ResolvedSet, student: ModelInfo, teac
     answering: tuple[SampledModel, ...] = ()
     if config.evaluation.teachers:
         answering = tuple(
-            _evaluated_teacher(config, i, settings, info, resolved, fitting.prompts)
+            _evaluated_teacher(config, i, settings, info, resolved, fitting)
             for i, (settings, info) in enumerate(zip(config.active_teachers, teachers, strict=True))
         )
-    return LoadedSet(resolved, fitting.prompts, fitting.num_dropped, model, answering)
+    return LoadedSet(resolved, fitting, len(prompts) - len(fitting), model, answering)
 
 
 def _evaluated_teacher(

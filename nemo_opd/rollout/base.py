@@ -82,7 +82,6 @@ class Generator(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return one completion per request, in order. Raises RolloutError if the engine fails for good."""
-        ...
 
 
 class Engine(Generator, Protocol):
@@ -91,20 +90,16 @@ class Engine(Generator, Protocol):
     @property
     def version(self) -> int:
         """Number of optimizer steps that its weights have had."""
-        ...
 
     @property
     def retried(self) -> int:
         """Number of requests sent again since the start of the run."""
-        ...
 
     def follow(self, version: int) -> None:
         """Switch to the student's current weights, which have had `version` optimizer steps."""
-        ...
 
     def rest(self) -> None:
         """Release memory until the next call."""
-        ...
 
 
 class StudentModel(Protocol):
@@ -112,15 +107,12 @@ class StudentModel(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
         """Sample in the workers with the current weights."""
-        ...
 
     def export(self, folder: Path, dtype: str) -> None:
         """Write the current weights as a Hugging Face folder, atomically."""
-        ...
 
     def held_weights(self, dtype: str) -> AbstractContextManager[FileDescriptor]:
         """Hold the current weights in memory, as a safetensors file, while the context is open."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -173,31 +173,22 @@ def chosen_share(prompts: Sequence[object], share: float, seed: int, step: int) 
     return mask.tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class FittingPrompts:
-    """Prompts that fit the model."""
-
-    prompts: tuple[Prompt, ...]
-    num_dropped: int
-    """Number of prompts dropped because of their length."""
-
-
 def drop_long(
     prompts: Sequence[Prompt], renderer: Renderer, max_tokens: int | None, *, key: str, way_out: str
-) -> FittingPrompts:
+) -> tuple[Prompt, ...]:
     """Drop prompts of more than `max_tokens` tokens (None for no limit), and keep the order.
 
     key: setting that the prompts come from. way_out: advice for the error. Raises DataError if no prompt is left.
     """
     if max_tokens is None:
-        return FittingPrompts(tuple(prompts), 0)
+        return tuple(prompts)
     counted = tracked(prompts, f"tokenizing the prompts of {key}", "prompts")
     lengths = [len(renderer.prompt_ids(prompt)) for prompt in counted]
     short = tuple(prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_tokens)
     if not short:
         shortest = f"; the shortest has {min(lengths)}" if lengths else ""
         raise DataError(f"{key}: none of {len(prompts)} prompts has {max_tokens} tokens or less{shortest}; {way_out}")
-    return FittingPrompts(short, len(prompts) - len(short))
+    return short
 
 
 def dataset_rollout(prompt: Prompt, renderer: Renderer, max_length: int) -> Rollout:
@@ -288,11 +279,11 @@ class RolloutLog:
         if not file.exists():
             return
         lines = parse_lines(file, file.read_bytes().split(b"\n"), _read_line, "not a rollout")
-        remaining = [line for line in lines if line is not None and line.step <= step]
+        remaining = [line for line in lines if line is not None and line[0] <= step]
         if remaining:
             # A full file is named after its last step, which may have changed.
-            new = file if file == self.path else self._full_file(remaining[-1].step)
-            write_atomically(new, b"".join(line.text + b"\n" for line in remaining))
+            new = file if file == self.path else self._full_file(remaining[-1][0])
+            write_atomically(new, b"".join(text + b"\n" for _, text in remaining))
             if new == file:
                 return
         file.unlink()
@@ -349,12 +340,6 @@ def _rounded(value: float) -> float | None:
     return round(value, _DIGITS) if math.isfinite(value) else None
 
 
-class _StoredLine(NamedTuple):
-    """A line of the file, and its step."""
-
-    step: int
-    text: bytes
-
-
-def _read_line(line: bytes) -> _StoredLine | None:
-    return _StoredLine(int(json.loads(line)["step"]), line) if line else None
+def _read_line(line: bytes) -> tuple[int, bytes] | None:
+    """Return a line of the file with its step."""
+    return (int(json.loads(line)["step"]), line) if line else None

@@ -125,7 +125,8 @@ class ConversationRenderer(Renderer):
 
         Raises RolloutError if the template rejects the messages, DataError if the model has no embedding for a token.
         """
-        mark = _unused_character([*messages, *new])
+        used = set(json.dumps([*messages, *new], ensure_ascii=False, default=str))
+        mark = next(character for character in map(chr, _PRIVATE_USE) if character not in used)
         ending, text = self._render_with_placeholder(messages, new, tools, mark)
         shared = common_prefix(ending, text.rpartition(mark)[2])
         ids = self._after_turn(locate_tokens(self._tokenizer, text), text.rindex(mark) + len(mark), shared)
@@ -145,7 +146,8 @@ class ConversationRenderer(Renderer):
         """
         refusal: Exception = ValueError("it leaves out the student's messages")
         # Some templates require a call before a tool's answer.
-        for marked in (_as_texts(messages, mark), _as_calls(messages, mark)):
+        as_text = [*map(_without_parsed_calls, messages[:-1]), {"role": "assistant", "content": mark}]
+        for marked in (as_text, _as_calls(messages, mark)):
             try:
                 ending = self._render(marked, tools)
                 text = self._render([*marked, *new], tools, add_generation_prompt=True)
@@ -180,16 +182,6 @@ class ConversationRenderer(Renderer):
 def _messages_of(prompt: Prompt) -> Sequence[Message]:
     assert not isinstance(prompt.content, str), "a conversation renderer is for prompts that are conversations"
     return prompt.content
-
-
-def _unused_character(messages: Sequence[Message]) -> str:
-    used = set(json.dumps(list(messages), ensure_ascii=False, default=str))
-    return next(character for character in map(chr, _PRIVATE_USE) if character not in used)
-
-
-def _as_texts(messages: Sequence[Message], mark: str) -> list[Message]:
-    """Replace the last turn by the mark, and keep the other turns as sampled, with their calls as text."""
-    return [*map(_without_parsed_calls, messages[:-1]), {"role": "assistant", "content": mark}]
 
 
 def _as_calls(messages: Sequence[Message], mark: str) -> list[Message]:

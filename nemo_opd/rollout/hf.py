@@ -86,7 +86,7 @@ def for_model(settings: HFRollout, spec: EngineSpec, model: str, device: str) ->
             loaded,
             end_ids=spec.end_ids,
             vocab_size=spec.vocab_size,
-            batch_size=settings.batch_size,
+            limit=BatchLimit(settings.batch_size),
             device=device,
             tokenizer=cache(partial(load_tokenizer, model, key="model")),
         )
@@ -119,18 +119,17 @@ class Sampler(Generator):
         *,
         end_ids: Collection[int],
         vocab_size: int,
-        batch_size: int,
-        batch_tokens: int | None = None,
+        limit: BatchLimit,
         device: str,
         tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
     ) -> None:
-        """end_ids: tokens that end a sequence. vocab_size: head columns that are tokens. batch_size, batch_tokens: as
-        in `BatchLimit`. tokenizer: called for requests with stop texts.
+        """end_ids: tokens that end a sequence. vocab_size: head columns that are tokens. tokenizer: called for
+        requests with stop texts.
         """
         self._tokenizer = tokenizer
         self._model: Any = model
         self._end_ids = np.array(sorted(end_ids), np.int32)
-        self._vocab_size, self._limit, self._device = vocab_size, BatchLimit(batch_size, batch_tokens), device
+        self._vocab_size, self._limit, self._device = vocab_size, limit, device
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int = 0) -> list[Completion]:
@@ -321,7 +320,10 @@ class InverseCDF(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Sample tokens: [B, S], [B, V] fp32 → [B, V]."""
         raw = scores[:, : self._vocab_size].float()
-        warped = self._warped(input_ids, raw)
+        if self._is_greedy:
+            warped = torch.full_like(raw, -torch.inf).scatter_(-1, raw.argmax(-1, keepdim=True), 0.0)
+        else:
+            warped = self._warpers(input_ids, raw)
         tokens = inverse_cdf(warped.softmax(-1), self._uniform[:, len(self._logprobs)]).unsqueeze(-1)
         self._logprobs.append(_log_probability(raw, tokens))
         self._behaviour_logprobs.append(_log_probability(warped, tokens))
@@ -336,13 +338,6 @@ class InverseCDF(LogitsProcessor):
     def behaviour_logprobs(self) -> Tensor:
         """Log-probabilities under the warped distribution, fp32 [B, steps so far]."""
         return torch.stack(self._behaviour_logprobs, -1)
-
-    def _warped(self, input_ids: Tensor, raw: Tensor) -> Tensor:
-        """Return the scores to sample from; `raw` itself if sampling is not warped."""
-        if self._is_greedy:
-            return torch.full_like(raw, -torch.inf).scatter_(-1, raw.argmax(-1, keepdim=True), 0.0)
-        warped: Tensor = self._warpers(input_ids, raw)
-        return warped
 
 
 def _warpers_of(sampling: Sampling) -> LogitsProcessorList:

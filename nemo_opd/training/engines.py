@@ -1,20 +1,19 @@
 """Generation engines, keyed by the settings of `rollout`: the student's workers, and servers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from nemo_opd.config.base import choices, require_lines
 from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts, ServerRollout
-from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import longest_question
 from nemo_opd.rollout import hf
-from nemo_opd.rollout.base import Completion, Engine, EngineSpec, Generator, Request, Sampling, StudentModel
+from nemo_opd.rollout.base import Engine, EngineSpec, Generator, StudentModel
+from nemo_opd.rollout.server import engine
 from nemo_opd.rollout.server.program import server_gpus
-from nemo_opd.training.models import Models, export_whole
+from nemo_opd.training.models import Models
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,40 +33,12 @@ class EngineType:
     """
 
 
-def _server_for_student(*arguments: Any) -> AbstractContextManager[Engine]:
-    from nemo_opd.rollout.server import engine
-
-    return engine.for_student(*arguments)
-
-
-def _server_for_model(*arguments: Any) -> AbstractContextManager[Generator]:
-    from nemo_opd.rollout.server import engine
-
-    return engine.for_model(*arguments)
-
-
 ENGINES: dict[type[RolloutBase], EngineType] = {
     HFRollout: EngineType(hf.for_student, hf.for_model),
-    ServerRollout: EngineType(_server_for_student, _server_for_model),
+    ServerRollout: EngineType(engine.for_student, engine.for_model),
 }
 """Settings → engine."""
 require_lines(choices(Rollouts), ENGINES, "ENGINES in nemo_opd/training/engines.py")
-
-
-@dataclass(frozen=True, slots=True)
-class _Student(StudentModel):
-    """Adapter of the student's workers to an engine."""
-
-    models: Models
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
-        return self.models.generate(requests, sampling, version)
-
-    def export(self, folder: Path, dtype: str) -> None:
-        export_whole(self.models, folder, dtype)
-
-    def held_weights(self, dtype: str) -> AbstractContextManager[FileDescriptor]:
-        return self.models.held_weights(dtype)
 
 
 def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextManager[Engine]:
@@ -90,4 +61,4 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
         sleeps=plan.device == "cuda" and isinstance(settings, ServerRollout) and settings.sleeps_on_gpus,
         gpus=server_gpus(settings),
     )
-    return ENGINES[type(settings)].for_student(settings, spec, _Student(models), version)
+    return ENGINES[type(settings)].for_student(settings, spec, models, version)

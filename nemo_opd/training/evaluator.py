@@ -112,10 +112,21 @@ class Evaluator:
         teacher: str | None = None,
     ) -> dict[str, float]:
         """Evaluate one model on a question set, log its answers, and return eval/*, empty after a failure."""
-        resolved, who = loaded.resolved, _who(teacher)
+        config, resolved, who = self._config, loaded.resolved, _who(teacher)
         result: EvaluationResult | None = None
         with self._reported(f"{resolved.label}: asking {who} failed after step {step}"):
-            result = self._answered(engine, loaded, model, reward)
+            result = ask(
+                resolved,
+                loaded.prompts,
+                reward,
+                engine,
+                model.renderer,
+                max_new_tokens=config.new_tokens(resolved.name),
+                max_length=model.max_length,
+                environment=config.environment,
+                seed=config.run.seed,
+                failures_are_wrong=self._settings.on_error == "warn",
+            )
         if result is None:
             return {}
         if result.failures:
@@ -138,23 +149,6 @@ class Evaluator:
             if self._settings.on_error == "stop":
                 raise
             self._warn(f"{failure}: {error}")
-
-    def _answered(
-        self, engine: Generator, loaded: LoadedSet, model: SampledModel, reward: RewardFunction
-    ) -> EvaluationResult:
-        config, resolved = self._config, loaded.resolved
-        return ask(
-            resolved,
-            loaded.prompts,
-            reward,
-            engine,
-            model.renderer,
-            max_new_tokens=config.new_tokens(resolved.name),
-            max_length=model.max_length,
-            environment=config.environment,
-            seed=config.run.seed,
-            failures_are_wrong=self._settings.on_error == "warn",
-        )
 
 
 def _who(teacher: str | None) -> str:

@@ -86,7 +86,6 @@ def student_group(cluster: Cluster, plan: Plan, orders: Sequence[NDArray[np.int6
 
 
 def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
-    """Return the arguments of a teacher's workers."""
     settings = plan.config.active_teachers[i]
     alpha = confidence_alphas(plan.config)[i]
     return {
@@ -104,11 +103,6 @@ def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
     }
 
 
-def separate_teachers(plan: Plan) -> list[int]:
-    """Return the indices of teachers in separate processes."""
-    return [i for i, settings in enumerate(plan.config.active_teachers) if not settings.is_student]
-
-
 _MICRO_BATCHES_A_CALL = 16
 """Microbatches per rank in one call of a benchmark."""
 
@@ -119,8 +113,8 @@ class ModelGroup:
     def __init__(self, group: Group, layout: Layout, budget: int) -> None:
         """budget: tokens of a microbatch on one rank."""
         self._group, self._layout, self._budget = group, layout, budget
-        self._is_packed = all(group.call("reads_packed"))
-        self._rotary: RotaryLimit | None = group.call("rotary_limit")[0]
+        forms: list[tuple[bool, RotaryLimit | None]] = group.call("reading_form")
+        self._is_packed, self._rotary = all(is_packed for is_packed, _ in forms), forms[0][1]
 
     def micro_batches(self, by_rank: Sequence[TokenRows]) -> list[tuple[slice, ...]]:
         """Cut each rank's sequences into microbatches."""
@@ -184,7 +178,7 @@ class OwnTeacher(Group):
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> Call:
         by_rank = [()] * self.size if arguments is None else arguments
         forwarded = [(self._teacher, method, rank_arguments) for rank_arguments in by_rank]
-        return self._student.submit("as_teacher", forwarded, about=about)
+        return self._student.submit("own_teachers.call", forwarded, about=about)
 
     def address(self) -> tuple[str, int]:
         return self._student.address()
@@ -216,7 +210,7 @@ class Links:
             None if planner is None else Rendezvous(*group.address(), size, group.size, timeout_s)
             for planner, group in zip(self._planners, self._teachers, strict=True)
         ]
-        calls = [self._student.submit("join_links", [(rendezvous,)] * size)]
+        calls = [self._student.submit("links.join", [(rendezvous,)] * size)]
         for group, meeting in zip(self._teachers, rendezvous, strict=True):
             if meeting is not None:
                 calls.append(group.submit("join_link", [(meeting,)] * group.size))

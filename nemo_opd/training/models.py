@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,7 +29,6 @@ from nemo_opd.checkpoint.shards import require_whole_export
 from nemo_opd.cluster.base import Call, Cluster, Group, submit_sequentially
 from nemo_opd.cluster.batch_grid import BatchGrid, dp_leader_ranks, reduced
 from nemo_opd.config.on_policy import confidence_alphas
-from nemo_opd.distributed.layout import Layout
 from nemo_opd.evaluation.likelihoods import Scored
 from nemo_opd.evaluation.validation import joined_losses, per_text, shared_bits_per_byte, teachers_bits_per_byte
 from nemo_opd.files import replacing
@@ -44,7 +42,6 @@ from nemo_opd.training.groups import (
     ModelGroup,
     OwnTeacher,
     column_order,
-    separate_teachers,
     student_group,
     teacher_group,
 )
@@ -100,18 +97,13 @@ class Models(Closing):
         """Load all models. Raises WorkerError or ClusterError."""
         self._cluster = cluster
         self._grid = plan.grid
-        self._deliveries = plan.deliveries
-        self._aggregation, self._names = plan.config.aggregation, plan.config.active_names
-        self._priors = [teacher.weight for teacher in plan.config.active_teachers]
+        self._plan, self._names = plan, plan.config.active_names
         self._objective = build_objective(
             plan.config,
             [teacher.projection for teacher in plan.teachers],
             student_vocab_size=plan.student_vocab_size,
             teacher_vocab_sizes=[teacher.vocab_size for teacher in plan.teachers],
         )
-        self._token_groups = plan.token_groups
-        self._alphas = confidence_alphas(plan.config)
-        self._sampled_at_once, self._answered_at_once = plan.sampled_at_once, plan.answered_at_once
         self._free_slots = deque(range(1 + plan.lookahead))
         orders = [column_order(plan, i) for i in range(len(plan.teachers))]
         self._columns = [None if order is None else torch.from_numpy(order).argsort() for order in orders]
@@ -119,7 +111,9 @@ class Models(Closing):
         with ExitStack() as stack:
             # Closed in reverse: the student unmaps the teachers' buffers before they are freed.
             ahead = {
-                i: stack.enter_context(teacher_group(cluster, plan, i, orders[i])) for i in separate_teachers(plan)
+                i: stack.enter_context(teacher_group(cluster, plan, i, orders[i]))
+                for i, settings in enumerate(plan.config.active_teachers)
+                if not settings.is_student
             }
             self.student = stack.enter_context(student_group(cluster, plan, orders))
             cluster.gather([group.ready for group in (self.student, *ahead.values())])
@@ -172,11 +166,13 @@ class Models(Closing):
         scores = self._scores(by_teacher, in_flight.batch)
         batch, unanswered = only_answered(in_flight.batch, by_teacher, self._grid)
         available_scores = [teacher_scores for teacher_scores in scores if teacher_scores is not None]
-        batch = apply_teacher_weights(self._aggregation, batch, available_scores, priors=self._priors)
-        batch = weighted_by_confidence(batch, scores, self._alphas)
+        config = self._plan.config
+        priors = [teacher.weight for teacher in config.active_teachers]
+        batch = apply_teacher_weights(config.aggregation, batch, available_scores, priors=priors)
+        batch = weighted_by_confidence(batch, scores, confidence_alphas(config))
         by_teacher_and_reader = [
             windows([output.handle for output in by_rank], delivery.sides, rows.tokens.packed_lengths)
-            for by_rank, delivery, rows in zip(by_teacher, self._deliveries, as_read.teachers, strict=True)
+            for by_rank, delivery, rows in zip(by_teacher, self._plan.deliveries, as_read.teachers, strict=True)
         ]
         self._links.transfer(by_teacher_and_reader, in_flight.about)
         by_student_rank = list(zip(*by_teacher_and_reader, strict=True)) or [()] * self._grid.student.size
@@ -185,14 +181,17 @@ class Models(Closing):
             sum(by_rank[rank].positions for rank in dp_leader_ranks(layout))
             for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True)
         )
-        retried = _retried(dict(zip(self._names, by_teacher, strict=True)))
         return ScoredBatch(
             batch,
             in_flight.slot,
             windows=by_student_rank,
             seconds=seconds,
             positions=positions,
-            retried=retried,
+            retried={
+                name: sum(output.retried or 0 for output in by_rank)
+                for name, by_rank in zip(self._names, by_teacher, strict=True)
+                if by_rank[0].retried is not None
+            },
             unanswered={
                 name: number for name, number in zip(self._names, unanswered, strict=True) if number is not None
             },
@@ -231,23 +230,20 @@ class Models(Closing):
         losses = self._grid.unpad(losses, scored.batch)
         metrics = self._reduced([metrics for metrics, _ in by_rank], scored)
         metrics |= per_text(scored.batch, losses.nats) | shared_bits_per_byte(scored.batch, losses.nats)
-        if self._token_groups is None:
+        if self._plan.token_groups is None:
             return metrics
-        return metrics | self._token_groups.of_student(scored.batch, losses)
+        return metrics | self._plan.token_groups.of_student(scored.batch, losses)
 
     def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows, tuple[slice, ...]]]:
         """Return the rows, windows and microbatches of each student rank."""
-        parts = self._grid.by_rank(self._with_columns(scored.batch), self._grid.student)
-        cuts = self._student.micro_batches([part.student for part in parts])
-        return list(zip(parts, scored.windows, cuts, strict=True))
-
-    def _with_columns(self, batch: Batch) -> Batch:
-        """Replace ids of teachers' tokens by columns of their logits."""
+        # Ids of teachers' tokens become columns of their logits.
         teachers = (
             rows if column is None else replace(rows, tokens=replace(rows.tokens, ids=column[rows.tokens.ids]))
-            for rows, column in zip(batch.teachers, self._columns, strict=True)
+            for rows, column in zip(scored.batch.teachers, self._columns, strict=True)
         )
-        return replace(batch, teachers=tuple(teachers))
+        parts = self._grid.by_rank(replace(scored.batch, teachers=tuple(teachers)), self._grid.student)
+        cuts = self._student.micro_batches([part.student for part in parts])
+        return list(zip(parts, scored.windows, cuts, strict=True))
 
     def _call_student(self, method: str, arguments: Sequence[tuple[Any, ...]], scored: ScoredBatch) -> list[Any]:
         """Call a student method that reads the teachers' output, then free the slot of their buffers."""
@@ -264,11 +260,11 @@ class Models(Closing):
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
         """Return the student's continuation of each prompt, in order; data-parallel ranks divide the prompts."""
         about = f"rollouts of step {version + 1}"
-        return self._student.continued(requests, sampling, version, self._sampled_at_once, about=about)
+        return self._student.continued(requests, sampling, version, self._plan.sampled_at_once, about=about)
 
     def answering_teacher(self, i: int, end_ids: Collection[int]) -> AnsweringModel:
         """Return a teacher that continues prompts, both in its tokens. end_ids: tokens that end a sequence."""
-        return AnsweringModel(self._teachers[i], end_ids, self._answered_at_once[i])
+        return AnsweringModel(self._teachers[i], end_ids, self._plan.answered_at_once[i])
 
     def continue_greedily(self, prompts: Sequence[NDArray[np.int32]], num_new: int) -> list[list[int]]:
         """Return the student's `num_new` likeliest tokens after each prompt, one after another."""
@@ -284,11 +280,9 @@ class Models(Closing):
         by_teacher = self._cluster.gather(self._on_teachers("token_nats", batch))
         for by_rank, layout, rows in zip(by_teacher, self._grid.teachers, batch.teachers, strict=True):
             parts = [by_rank[rank] for rank in dp_leader_ranks(layout)]
-            width = rows.tokens.ids.shape[1]
-            padded = torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
-            nats.append(padded[self._grid.is_given(batch)])
+            nats.append(self._grid.joined(parts, batch, rows.tokens.ids.shape[1], fill=0.0))
         bits = teachers_bits_per_byte(batch, nats, self._names)
-        return bits if self._token_groups is None else bits | self._token_groups.of_teachers(batch, nats)
+        return bits if self._plan.token_groups is None else bits | self._plan.token_groups.of_teachers(batch, nats)
 
     def privilege_gaps(self, batch: Batch, teachers: Sequence[int]) -> dict[str, Mean]:
         """Return `privilege_gap/<teacher>`, and `contrast_gap/<teacher>` with `context.contrast` (methods.md §13).
@@ -318,22 +312,24 @@ class Models(Closing):
 
     def is_saved(self) -> bool:
         """Return whether a write in the background has ended on all ranks, with or without an error."""
-        return all(self.student.call("is_saved"))
+        return all(self.student.call("background.is_done"))
 
     def end_save(self) -> None:
         """Wait for a write in the background. Raises its error."""
-        self.student.call("end_save")
+        self.student.call("background.end")
 
     def load(self, folder: Path) -> None:
         self._on_each_student("load", folder.resolve())
 
     def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
-        """Export the student.
+        """Replace a Hugging Face folder by the student atomically. Raises CheckpointError if it is incomplete.
 
         served_as: dtype for a rollout server; None exports the form for users. average_of: index of an EMA teacher
         whose average is exported instead of the student's weights.
         """
-        self._on_each_student("export", folder.resolve(), served_as, average_of)
+        with replacing(folder) as temporary:
+            self._on_each_student("export", temporary.resolve(), served_as, average_of)
+            require_whole_export(temporary)
 
     def _on_each_student(self, method: str, *arguments: object) -> list[Any]:
         """Call a method on every student rank with the same arguments."""
@@ -346,17 +342,10 @@ class Models(Closing):
         try:
             yield by_rank[0]
         finally:
-            self.student.call("release_weights")
+            self.student.call("exports.release")
 
     def close(self) -> None:
         self._stack.close()
-
-
-def export_whole(models: Models, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
-    """Replace an exported Hugging Face folder atomically. served_as, average_of: as for `Models.export`."""
-    with replacing(folder) as temporary:
-        models.export(temporary, served_as, average_of)
-        require_whole_export(temporary)
 
 
 def only_answered(
@@ -371,21 +360,14 @@ def only_answered(
     teachers = list(batch.teachers)
     numbers: list[int | None] = []
     for i, (by_rank, layout) in enumerate(zip(by_teacher, grid.teachers, strict=True)):
-        is_answered = _join_ranks(batch, i, by_rank, layout, grid)
+        parts = [by_rank[rank].is_answered for rank in dp_leader_ranks(layout)]
+        answered = [part for part in parts if part is not None]
+        width = batch.teachers[i].tokens.ids.shape[1]
+        is_answered = grid.joined(answered, batch, width, fill=True) if answered else None
         numbers.append(None if is_answered is None else int((~is_answered).sum()))
         if is_answered is not None and not is_answered.all():
             teachers[i] = _drop_unanswered(batch.teachers[i], is_answered)
     return replace(batch, teachers=tuple(teachers)), numbers
-
-
-def _join_ranks(
-    batch: Batch, i: int, by_rank: Sequence[TeacherOutput], layout: Layout, grid: BatchGrid
-) -> Tensor | None:
-    """Join the ranks' `is_answered` for the batch: bool [B, T]; None if the teacher always answers every token."""
-    parts = [by_rank[rank].is_answered for rank in dp_leader_ranks(layout)]
-    width = batch.teachers[i].tokens.ids.shape[1]
-    padded = [F.pad(part, (0, width - part.shape[1]), value=True) for part in parts if part is not None]
-    return torch.cat(padded)[grid.is_given(batch)] if padded else None
 
 
 def _drop_unanswered(rows: TeacherRows, is_answered: Tensor) -> TeacherRows:
@@ -407,12 +389,6 @@ def _drop_chunks(chunk_ids: Tensor, lost: Sequence[Tensor]) -> Tensor:
     """Return chunk ids [B, S] with NO_CHUNK for those in `lost`, one tensor of ids per sequence."""
     is_lost = torch.stack([torch.isin(ids, lost_ids) for ids, lost_ids in zip(chunk_ids, lost, strict=True)])
     return chunk_ids.masked_fill(is_lost, NO_CHUNK)
-
-
-def _retried(by_teacher: Mapping[str, Sequence[TeacherOutput]]) -> dict[str, int]:
-    """Sum the requests sent again over the ranks of each served teacher."""
-    counts = {name: [output.retried for output in by_rank] for name, by_rank in by_teacher.items()}
-    return {name: sum(filter(None, by_rank)) for name, by_rank in counts.items() if by_rank[0] is not None}
 
 
 def _variant(batch: Batch, k: int) -> Batch:

@@ -24,29 +24,35 @@ from nemo_opd.training.step_metrics import objective_values, step_times, useful_
 from nemo_opd.workers.step import POSITIONS
 
 
-def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Finished | None:
-    """Run to the end, or until a checkpoint after an interrupt.
+def distil(config: RunConfig, callbacks: Sequence[Any] = (), session_type: type[Session] = Session) -> Finished | None:
+    """Run to the end, or until a checkpoint after an interrupt. session_type: kind of run, off-policy by default.
 
     Returns the run's output, or None on ranks other than the driver. Raises an OPDError if the run fails.
     """
-    require_kind(config, on_policy=False)
+    require_kind(config, on_policy=session_type is not Session)
     with driving(config.cluster) as is_driver:
-        return drive(config, callbacks) if is_driver else None
+        return drive(config, callbacks, session_type) if is_driver else None
 
 
-def drive(config: RunConfig, callbacks: Sequence[Any] = (), continued_in: Path | None = None) -> Finished:
+def drive(
+    config: RunConfig,
+    callbacks: Sequence[Any] = (),
+    session_type: type[Session] = Session,
+    continued_in: Path | None = None,
+) -> Finished:
     """Run preflight, then train with this process as the driver; return the run's output.
 
     continued_in: output directory of the run to continue after an interrupt, if not this one.
     """
-    with busy("checking settings, models, tokenizers and data"):
+    inputs = "data" if config.rollout is None else "prompts"
+    with busy(f"checking settings, models, tokenizers and {inputs}"):
         plan = preflight(config)
     if config.run.dry_run:
         return Finished(plan.output_dir, checks=print_plan(plan, VisibleConsole()))
     if config.run.baseline is True and not _trained_baseline(plan):
         return Finished(plan.output_dir, is_complete=False)
     fill_caches(plan)
-    with lost_workers(), Session(plan, callbacks, continued_in) as session:
+    with lost_workers(), session_type(plan, callbacks, continued_in) as session:
         train(session)
     return Finished(plan.output_dir, session.is_complete)
 

@@ -5,28 +5,25 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nemo_opd.cluster.local import driving
 from nemo_opd.config.rollout import Health
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import values
-from nemo_opd.logging.terminal import VisibleConsole, busy
-from nemo_opd.preflight.inputs import require_kind
-from nemo_opd.preflight.plan import Plan, preflight
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import Prompts
-from nemo_opd.preflight.summary import print_plan
 from nemo_opd.rewards import build_reward
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.collect import Collector, RolloutLog, rollout_metrics
 from nemo_opd.rollout.environment import build_environment
+from nemo_opd.training import off_policy
 from nemo_opd.training.batches import RolloutSource, RolloutSteps
 from nemo_opd.training.engines import open_engine
 from nemo_opd.training.evaluator import Evaluator
 from nemo_opd.training.finished import Finished
-from nemo_opd.training.off_policy import train
 from nemo_opd.training.session import Session
 from nemo_opd.types import Max, Mean, Metric
 
@@ -35,24 +32,8 @@ FIRST_STEPS = 5
 
 
 def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Finished | None:
-    """Run to the end, or until a checkpoint after an interrupt or an alarm that stops the run.
-
-    Returns the run's output, or None on ranks other than the driver. Raises an OPDError if the run fails.
-    """
-    require_kind(config, on_policy=True)
-    with driving(config.cluster) as is_driver:
-        return drive(config, callbacks) if is_driver else None
-
-
-def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Finished:
-    """Run preflight, then train with this process as the driver; return the run's output."""
-    with busy("checking settings, models, tokenizers and prompts"):
-        plan = preflight(config)
-    if config.run.dry_run:
-        return Finished(plan.output_dir, checks=print_plan(plan, VisibleConsole()))
-    with _OnPolicySession(plan, callbacks) as session:
-        train(session)
-    return Finished(plan.output_dir, session.is_complete)
+    """Run as `off_policy.distil` does; an alarm may end the run as well."""
+    return off_policy.distil(config, callbacks, _OnPolicySession)
 
 
 class _OnPolicySession(Session):
@@ -60,8 +41,8 @@ class _OnPolicySession(Session):
 
     source: RolloutSource
 
-    def __init__(self, plan: Plan, callbacks: Sequence[Any] = ()) -> None:
-        super().__init__(plan, callbacks)
+    def __init__(self, plan: Plan, callbacks: Sequence[Any] = (), continued_in: Path | None = None) -> None:
+        super().__init__(plan, callbacks, continued_in)
         self._retried = 0
         self.rollout_log = RolloutLog(plan.output_dir, self.config.logging.rollouts)
         self.health = HealthMonitor(self.config.health)

@@ -44,7 +44,7 @@ from nemo_opd.projection.report import entries_of, short_name, shown_token
 from nemo_opd.teacher_cache.shard import read_manifest
 from nemo_opd.training.closing import closing_at
 from nemo_opd.training.evaluator import BestSteps
-from nemo_opd.training.models import Models, export_whole
+from nemo_opd.training.models import Models
 from nemo_opd.workers.student_model import PROJECTIONS
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "peft")
@@ -134,11 +134,11 @@ class _GivenUpError(Exception):
 def export_models(plan: Plan, models: Models) -> None:
     """Write the student to final/ and each average of its weights to final_<teacher>/."""
     final = plan.output_dir / "final"
-    export_whole(models, final)
+    models.export(final)
     _write_learned_rows(plan, final)
     for i, teacher in enumerate(plan.config.active_teachers):
         if teacher.weights == "ema":
-            export_whole(models, plan.output_dir / f"final_{teacher.name}", average_of=i)
+            models.export(plan.output_dir / f"final_{teacher.name}", average_of=i)
 
 
 def _write_learned_rows(plan: Plan, exported: Path) -> None:

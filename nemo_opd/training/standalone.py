@@ -41,7 +41,7 @@ from nemo_opd.models.token_trials import require_causal
 from nemo_opd.preflight.ranks import colocated, require_processes, resolve_device, resolve_layout, resolve_ranks
 from nemo_opd.rewards import RewardFunction
 from nemo_opd.rollout.base import BatchLimit, EngineSpec, Generator
-from nemo_opd.rollout.collect import FittingPrompts, drop_long
+from nemo_opd.rollout.collect import drop_long
 from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.hf import end_ids, max_positions
 from nemo_opd.rollout.renderer import Renderer
@@ -108,13 +108,16 @@ def drive(config: EvaluationConfig, console: Console, output_dir: Path | None = 
                 opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
                 engine = stack.enter_context(opened)
         write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
-        dropped = {resolved.name: prompts.num_dropped for resolved, prompts in zip(sets, fitting, strict=True)}
+        dropped = {
+            resolved.name: len(prompts) - len(remaining)
+            for resolved, prompts, remaining in zip(sets, questions, fitting, strict=True)
+        }
         results: dict[str, EvaluationResult] = {}
         seconds: dict[str, float] = {}
         scored: list[BenchmarkResult] = []
         for resolved, prompts, renderer, reward in zip(sets, fitting, renderers, rewards, strict=True):
             start = time.monotonic()
-            with busy(f"{resolved.label}: asking {len(prompts.prompts):,} questions"):
+            with busy(f"{resolved.label}: asking {len(prompts):,} questions"):
                 results[resolved.name] = _ask(config, resolved, engine, renderer, prompts, reward, positions)
             seconds[resolved.name] = time.monotonic() - start
             samples = (answer for result in results.values() for answer in all_answers(result))
@@ -176,13 +179,13 @@ def _ask(
     resolved: ResolvedSet,
     engine: Generator,
     renderer: Renderer,
-    questions: FittingPrompts,
+    questions: Sequence[Prompt],
     reward: RewardFunction,
     positions: int | None,
 ) -> EvaluationResult:
     result = ask(
         resolved,
-        questions.prompts,
+        questions,
         reward,
         engine,
         renderer,
@@ -239,7 +242,7 @@ def _load_tokenizer(config: EvaluationConfig) -> PreTrainedTokenizerFast:
 
 def _drop_long_questions(
     resolved: ResolvedSet, prompts: list[Prompt], renderer: Renderer, config: EvaluationConfig, positions: int | None
-) -> FittingPrompts:
+) -> tuple[Prompt, ...]:
     """Drop questions that leave no room for an answer in the model's positions (None: no limit).
 
     Raises DataError if no question remains.
@@ -252,8 +255,8 @@ def _drop_long_questions(
     )
     limit = min((limit for limit in limits if limit is not None), default=None)
     fitting = drop_long(prompts, renderer, limit, key=resolved.key, way_out=way_out)
-    if fitting.num_dropped:
-        counts = fitting.num_dropped, len(prompts)
+    if num_dropped := len(prompts) - len(fitting):
+        counts = num_dropped, len(prompts)
         _log.warning("%s: %d of %d questions are too long and were left out", resolved.label, *counts)
     return fitting
 

@@ -40,6 +40,8 @@ class TeacherSource:
     use: Callable[[], AbstractContextManager[None]]
     """Context that calls of `logit_rows` need."""
     close: Callable[[], None] = lambda: None
+    is_fixed: bool = True
+    """Whether the weights never change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,6 @@ class TeacherModel(TeacherSource):
 
     model: PreTrainedModel
     mesh: DeviceMesh
-    is_fixed: bool = True
-    """Whether the weights never change."""
 
 
 class WorkerSampler:
@@ -91,8 +91,7 @@ class WorkerSampler:
             self._model,
             end_ids=end_ids,
             vocab_size=self._vocab_size,
-            batch_size=limit.sequences,
-            batch_tokens=limit.tokens,
+            limit=limit,
             device=self._device,
             tokenizer=self._tokenizer,
         )
@@ -146,13 +145,9 @@ class FrozenWorker:
     def model(self) -> PreTrainedModel:
         return self._model.model
 
-    def reads_packed(self) -> bool:
-        """Return whether the model reads packed sequences, so that padding is free."""
-        return self.logit_rows.reads_packed
-
-    def rotary_limit(self) -> RotaryLimit | None:
-        """Return the limit of the model's rotary factors."""
-        return self.logit_rows.rotary
+    def reading_form(self) -> tuple[bool, RotaryLimit | None]:
+        """Return whether the model reads packed sequences, so that padding is free, and its rotary factors' limit."""
+        return self.logit_rows.reads_packed, self.logit_rows.rotary
 
     @torch.no_grad()
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
@@ -190,17 +185,13 @@ def _load(
     mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
     with needs_memory(task):
         model = load_sharded(
-            settings.reference,
+            settings,
             dtype,
             mesh,
             key=key,
-            parallelism=parallelism,
             compute_dtype=dtype,
             device="cpu" if offload else device,
             trainable=False,
-            compile_layers=settings.compile,
-            fused_layers=settings.fused_layers,
-            attn_implementation=settings.attn_implementation,
         )
     stream = LayerStream(model, device) if settings.offload == "layers" and device == "cuda" else None
     residence = DeviceOffload(model, device, offload=offload, empties_cache=empties_cache, stream=stream)

@@ -124,32 +124,20 @@ EVALUATED_TASKS = FrozenTasks(
 
 
 def teacher_tasks(key: str, name: str) -> FrozenTasks:
-    return FrozenTasks(loading_teacher(key, name), teacher_forward(key, name), _teacher_answers(key, name))
-
-
-def loading_teacher(key: str, name: str) -> Task:
-    """Return the task of loading a teacher; key: its key in the settings, such as `teachers.0`."""
-    return Task(
-        f"loading the teacher {name}",
-        (f"set {key}.offload=true", _OFFLOAD_STUDENT, f"raise {key}.parallelism.tp, or use more ranks"),
-    )
-
-
-def teacher_forward(key: str, name: str) -> Task:
-    return Task(
-        f"the forward pass of the teacher {name}",
-        (_SHORTER, _OFFLOAD_STUDENT, f"raise {key}.parallelism.tp, or use more ranks"),
-    )
-
-
-def _teacher_answers(key: str, name: str) -> Task:
-    return Task(
-        f"the answers of the teacher {name} to the questions",
-        (
-            "lower evaluation.teacher_batch_size or evaluation.max_new_tokens",
-            _OFFLOAD_STUDENT,
-            f"raise {key}.parallelism.tp, the only way to shard weights during generation",
-            "set evaluation.teachers=false",
+    """Return the tasks of a teacher; key: its key in the settings, such as `teachers.0`."""
+    tp = f"raise {key}.parallelism.tp"
+    more_ranks = f"{tp}, or use more ranks"
+    return FrozenTasks(
+        Task(f"loading the teacher {name}", (f"set {key}.offload=true", _OFFLOAD_STUDENT, more_ranks)),
+        Task(f"the forward pass of the teacher {name}", (_SHORTER, _OFFLOAD_STUDENT, more_ranks)),
+        Task(
+            f"the answers of the teacher {name} to the questions",
+            (
+                "lower evaluation.teacher_batch_size or evaluation.max_new_tokens",
+                _OFFLOAD_STUDENT,
+                f"{tp}, the only way to shard weights during generation",
+                "set evaluation.teachers=false",
+            ),
         ),
     )
 

@@ -23,7 +23,7 @@ from nemo_opd.distributed.transfer import to_device
 from nemo_opd.evaluation import likelihoods
 from nemo_opd.evaluation.validation import TokenLosses, joined_losses
 from nemo_opd.handoff.base import Handle
-from nemo_opd.handoff.link import Rendezvous, StudentLinks
+from nemo_opd.handoff.link import StudentLinks
 from nemo_opd.handoff.outputs import Window
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.transport import TRANSPORTS
@@ -34,6 +34,7 @@ from nemo_opd.logits.planned import PlannedLoss, UnitLossRecorder, compute_toget
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.sources import Packing
 from nemo_opd.losses.metrics import AccuracyRecorder, plan_bits_per_byte
+from nemo_opd.models.head import reading_model
 from nemo_opd.models.parallelize import free_gathered, sharded_units
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
@@ -122,10 +123,13 @@ class StudentWorker:
         self.phases = Phases(device)
         self.mesh = mesh = build_mesh(Layout.of(dist.get_world_size(), config.student.parallelism), device)
         self.averaged_over = fsdp_axis(mesh).size()
-        student = load_student(config.student, mesh, device=device, handoff=config.handoff.type, seed=config.run.seed)
-        self.model, self.logit_rows = student.model, student.logit_rows
+        self.model, adapters = load_student(config.student, mesh, device=device, seed=config.run.seed)
+        parallelism = config.student.parallelism
+        self.logit_rows = reading_model(
+            self.model, config.handoff.type, key="student.model", mesh=mesh, parallelism=parallelism
+        )
         self.logit_rows.block_bytes = block_bytes
-        self.exports = Exports(config.student, self.model, student.adapters)
+        self.exports = Exports(config.student, self.model, adapters)
         self.optimizer = build_optimizer(config.student.optimizer, self.model)
         self._residence = DeviceOffload(
             self.model,
@@ -135,7 +139,7 @@ class StudentWorker:
             optimizer=self.optimizer,
         )
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
-        self._background = BackgroundWriter()
+        self.background = BackgroundWriter()
         self.end_ids = end_ids
         self._sampler = WorkerSampler(
             config.student,
@@ -150,17 +154,9 @@ class StudentWorker:
         self.receiver = TRANSPORTS[transport][1](dist.get_rank())
         self.links = StudentLinks(self.receiver, device)
 
-    def reads_packed(self) -> bool:
-        """Return whether the model reads packed sequences, so that padding is free."""
-        return self.logit_rows.reads_packed
-
-    def rotary_limit(self) -> RotaryLimit | None:
-        """Return the limit of the model's rotary factors."""
-        return self.logit_rows.rotary
-
-    def as_teacher(self, teacher: int, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of a teacher that runs the student's module. teacher: its index."""
-        return self.own_teachers.call(teacher, method, arguments)
+    def reading_form(self) -> tuple[bool, RotaryLimit | None]:
+        """Return whether the model reads packed sequences, so that padding is free, and its rotary factors' limit."""
+        return self.logit_rows.reads_packed, self.logit_rows.rotary
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
         """Run one optimizer step and return this rank's share of the metrics.
@@ -326,25 +322,17 @@ class StudentWorker:
     def save(self, folder: Path, in_background: bool = False) -> None:
         """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face format).
 
-        in_background: write the state in the background; `end_save` waits for it. Raises NotFiniteError for a value
-        that is not finite, on all ranks or only on the rank that merges adapters.
+        in_background: write the state in the background; `background.end` waits. Raises NotFiniteError for a value that
+        is not finite, on all ranks or only on the rank that merges adapters.
         """
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             read_from = self.model, self.optimizer, self.scheduler, averages
             if in_background:
-                self._background.begin(folder / STATE, read_state(*read_from))
+                self.background.begin(folder / STATE, read_state(*read_from))
             else:
                 save_state(folder / STATE, *read_from)
         self.learned.save(folder / STATE)
         self.export(folder / STUDENT)
-
-    def is_saved(self) -> bool:
-        """Return whether this rank's background write has finished or failed."""
-        return self._background.is_done()
-
-    def end_save(self) -> None:
-        """Wait for this rank's background write. Raises CheckpointError if the disk failed."""
-        self._background.end()
 
     def load(self, folder: Path) -> None:
         """Restore a saved checkpoint. Raises CheckpointError."""
@@ -364,16 +352,9 @@ class StudentWorker:
             self.learned.export(folder)
 
     def hold_weights(self, served_as: str) -> FileDescriptor | None:
-        """Call `Exports.hold`; `release_weights` frees the copy."""
+        """Call `Exports.hold`; `Exports.release` frees the copy."""
         with self._residence.use():
             return self.exports.hold(served_as)
-
-    def release_weights(self) -> None:
-        self.exports.release()
-
-    def join_links(self, rendezvous: Sequence[Rendezvous | None]) -> None:
-        """Join the link to each teacher, None if all of its output can be mapped. Every rank must call it."""
-        self.links.join(rendezvous)
 
     def receive(self, by_teacher: Sequence[Sequence[Handle]]) -> None:
         """Receive messages from teacher ranks on other nodes, one list per teacher; windows then read them."""
@@ -382,7 +363,7 @@ class StudentWorker:
 
     def close(self) -> None:
         """Wait for a checkpoint, release held weights, and unmap the teachers' buffers, so that they can be freed."""
-        self._background.close()
+        self.background.close()
         self.exports.release()
         self.links.close()
         self.receiver.close()

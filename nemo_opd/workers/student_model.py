@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from nemo_opd.handoff.shared_memory import FileDescriptor, HeldWeights
 from nemo_opd.losses import LearnedProjection
 from nemo_opd.models.export import save_adapted, save_pretrained, whole_state
 from nemo_opd.models.folder import first_line
-from nemo_opd.models.head import ReadingModel, reading_model
 from nemo_opd.models.load import compute_dtype, stored_dtype, tokenizer_of
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.sharded_load import load_sharded
@@ -39,46 +37,30 @@ PROJECTIONS = "projections"
 """Folder of the learned matrices in an exported model, with one file per teacher."""
 
 
-@dataclass(frozen=True, slots=True)
-class StudentModel:
-    model: PreTrainedModel
-    adapters: Adapters | None
-    """Adapters that are trained instead of the model's weights, or None to train the weights."""
-    logit_rows: ReadingModel
-    """Map from ids [B, S] to this rank's part of their logits; `whole` completes them for the losses."""
-
-
 def load_student(
-    settings: Student, mesh: DeviceMesh, *, device: str, handoff: Literal["hidden_states", "logits"], seed: int
-) -> StudentModel:
-    """Load the model for training, sharded over `mesh`. Raises ModelError and ClusterError.
+    settings: Student, mesh: DeviceMesh, *, device: str, seed: int
+) -> tuple[PreTrainedModel, Adapters | None]:
+    """Load the model for training, sharded over `mesh`; also return the adapters that are trained instead, if any.
 
-    handoff: form of the teachers' output. seed: initializes adapters and PyTorch's generators, used for dropout.
+    seed: initializes adapters and PyTorch's generators, used for dropout. Raises ModelError and ClusterError.
     """
-    compute, key = compute_dtype(settings.dtype, device), "student.model"
+    compute = compute_dtype(settings.dtype, device)
     adapters = None if settings.lora is None else Adapters(settings.lora, settings.model, seed)
     with needs_memory(LOADING_STUDENT):
         model = load_sharded(
-            settings.model,
+            settings,
             # Frozen weights need no more than the compute dtype.
             torch.float32 if adapters is None else compute,
             mesh,
-            key=key,
-            parallelism=settings.parallelism,
+            key="student.model",
             compute_dtype=compute,
             device="cpu" if settings.offload is True else device,
             trainable=True,
-            activation_checkpointing=settings.activation_checkpointing,
-            compile_layers=settings.compile,
-            fused_layers=settings.fused_layers,
             adapters=adapters,
-            attn_implementation=settings.attn_implementation,
         )
     # Tensor-parallel ranks share a seed, since they must apply the same dropout mask.
     torch.manual_seed(seed + dist.get_rank() // settings.parallelism.tp)
-    return StudentModel(
-        model, adapters, reading_model(model, handoff, key=key, mesh=mesh, parallelism=settings.parallelism)
-    )
+    return model, adapters
 
 
 class Exports:

@@ -1,7 +1,7 @@
 """A teacher on one data-parallel rank: with a model, from a cache or from servers (methods.md §9.1)."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from nemo_opd.aggregation import joined_scores, sequence_scores, token_nats
 from nemo_opd.config.objective import Score
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.transfer import to_device
-from nemo_opd.errors import ConfigError, EndpointError
+from nemo_opd.errors import EndpointError
 from nemo_opd.handoff.base import Message
 from nemo_opd.handoff.link import Link, Rendezvous
 from nemo_opd.handoff.outputs import HiddenStatesWriter, LogitsWriter, NewSender, OutputHandle, SparseWriter
@@ -27,17 +27,15 @@ from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import LogitRows, SparseLayout, SparseLogits
 from nemo_opd.logits.sources import Packing
-from nemo_opd.models.head import HiddenStateModel, ReadingModel
+from nemo_opd.models.head import LogitModel, ReadingModel
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.models.stored_output import StoredHiddenStates, StoredTopK, served_layout, stored_output
-from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.served.answers import EndpointAnswers
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import SequenceScores, TokenRows
 from nemo_opd.workers.frozen import FrozenWorker, Handoff, TeacherSource
 from nemo_opd.workers.out_of_memory import handoff_buffer, needs_memory, teacher_tasks
 
-_NO_MODEL = "a cached or served teacher cannot answer questions; set evaluation.teachers=false"
 _BLOCK_BYTES = 2**28
 """Memory budget of a block of log-probabilities."""
 _LIVE_COPIES = 5
@@ -114,26 +112,28 @@ class TeacherWorker(FrozenWorker):
         self.link: Link | None = None
         """Link to student ranks on other nodes that read the output, if any."""
         self._column_order = column_order
-        self.writer = self._build_writer(settings, sender, readers=rank_readers, num_slots=num_slots)
+        self.writer = self._build_writer(sender, rank_readers, num_slots)
 
-    def _build_writer(self, settings: TeacherBase, sender: NewSender, *, readers: Readers, num_slots: int) -> Writer:
-        """Build the writer for this form of output."""
-        model, dtype = self._model, compute_dtype(settings.dtype, self.device)
-        build: Callable[..., Writer]
-        if isinstance(self.logit_rows, HiddenStateModel):
-            width = self.logit_rows.hidden_size
-            build = partial(
-                HiddenStatesWriter,
-                sender,
-                self.vocab_size,
-                width,
-                dtype,
-                is_fixed=model.is_fixed,
-                order=self._column_order,
-            )
-        else:
-            build = partial(LogitsWriter, sender, self.vocab_size, dtype)
-        return build(columns=self.logit_rows.columns, readers=readers, num_slots=num_slots)
+    def _build_writer(self, sender: NewSender, readers: Readers, num_slots: int) -> Writer:
+        rows: Any = self.logit_rows  # a model, or stored output in its place
+        if isinstance(rows, StoredTopK):
+            return cast(Writer, SparseWriter(sender, rows.layout, readers=readers, num_slots=num_slots))
+        is_stored = isinstance(rows, StoredHiddenStates)
+        dtype = rows.dtype if is_stored else compute_dtype(self._settings.dtype, self.device)
+        if isinstance(rows, LogitModel):
+            columns = rows.columns
+            return LogitsWriter(sender, self.vocab_size, dtype, columns=columns, readers=readers, num_slots=num_slots)
+        return HiddenStatesWriter(
+            sender,
+            self.vocab_size,
+            rows.hidden_size,
+            dtype,
+            columns=rows.columns,
+            readers=readers,
+            num_slots=num_slots,
+            is_fixed=self._source.is_fixed,
+            order=self._column_order,
+        )
 
     @torch.no_grad()
     def forward(self, tokens: TokenRows, micro_batches: Sequence[slice], slot: int = 0) -> TeacherOutput:
@@ -221,54 +221,17 @@ class TeacherWorker(FrozenWorker):
         super().close()
 
 
-class _StoredTeacherWorker(TeacherWorker):
-    """A teacher that hands over output from a cache or servers instead of running a forward pass."""
-
-    def __init__(
-        self, stored: StoredHiddenStates | StoredTopK, settings: TeacherBase, *, device: str, **arguments: Any
-    ) -> None:
-        """Store the arguments. arguments: the remaining arguments of `TeacherWorker`; `handoff` is ignored."""
-        self._stored = stored
-        source = TeacherSource(logit_rows=cast(ReadingModel, stored), use=nullcontext)
-        super().__init__(settings, device=device, source=source, **arguments)
-
-    def _build_writer(self, settings: TeacherBase, sender: NewSender, *, readers: Readers, num_slots: int) -> Writer:
-        stored = self._stored
-        if isinstance(stored, StoredTopK):
-            return cast(Writer, SparseWriter(sender, stored.layout, readers=readers, num_slots=num_slots))
-        size, width, dtype, columns = self.vocab_size, stored.hidden_size, stored.dtype, stored.columns
-        return HiddenStatesWriter(
-            sender,
-            size,
-            width,
-            dtype,
-            columns=columns,
-            readers=readers,
-            num_slots=num_slots,
-            order=self._column_order,
-        )
-
-    def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
-        """Raise ConfigError: the teacher has no model here."""
-        raise ConfigError(_NO_MODEL)
-
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], limit: BatchLimit
-    ) -> list[Completion]:
-        """Raise ConfigError: the teacher has no model here."""
-        raise ConfigError(_NO_MODEL)
-
-
-class CachedTeacherWorker(_StoredTeacherWorker):
-    """A teacher with output from a cache."""
+class CachedTeacherWorker(TeacherWorker):
+    """A teacher that hands over output from a cache instead of running a forward pass."""
 
     def __init__(self, settings: TeacherBase, *, device: str, **arguments: Any) -> None:
         """Open the cache. Raises DataError for a cache that cannot be read."""
         assert settings.cache is not None
-        super().__init__(stored_output(CacheReader(settings.cache), device), settings, device=device, **arguments)
+        source = _source_of(stored_output(CacheReader(settings.cache), device))
+        super().__init__(settings, device=device, source=source, **arguments)
 
 
-class ServedTeacherWorker(_StoredTeacherWorker):
+class ServedTeacherWorker(TeacherWorker):
     """A teacher that requests its output from servers, which preflight must have checked."""
 
     def __init__(self, settings: TeacherBase, *, key: str, vocab_size: int, device: str, **arguments: Any) -> None:
@@ -276,8 +239,8 @@ class ServedTeacherWorker(_StoredTeacherWorker):
         layout = served_layout(settings.served, vocab_size)
         self._key = key.removesuffix(".model")
         self._answers = EndpointAnswers(settings.served, settings.reference, layout, key=self._key)
-        stored = StoredTopK(self._answers, layout, device)
-        super().__init__(stored, settings, key=key, vocab_size=vocab_size, device=device, **arguments)
+        source = _source_of(StoredTopK(self._answers, layout, device))
+        super().__init__(settings, key=key, vocab_size=vocab_size, device=device, source=source, **arguments)
 
     def forward(self, tokens: TokenRows, micro_batches: Sequence[slice], slot: int = 0) -> TeacherOutput:
         """Query the servers per microbatch; the output replaces the slot's previous one. Raises EndpointError."""
@@ -290,6 +253,10 @@ class ServedTeacherWorker(_StoredTeacherWorker):
                 f"{self._key}.urls if the server stays down"
             ) from error
         return replace(output, retried=self._answers.retried - earlier_retries)
+
+
+def _source_of(stored: StoredHiddenStates | StoredTopK) -> TeacherSource:
+    return TeacherSource(logit_rows=cast(ReadingModel, stored), use=nullcontext)
 
 
 class CachingTeacher(TeacherWorker):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
-from nemo_opd.checkpoint.run_directory import flatten, identity, newest_of_same_run, require_same_run
+from nemo_opd.checkpoint.run_directory import CHECKPOINTS, flatten, identity, progress_to_resume, require_same_run
 from nemo_opd.config import RunConfig
 from nemo_opd.config.run import from_dict
 from nemo_opd.errors import CheckpointError
@@ -182,13 +182,14 @@ def test_a_checkpoint_from_before_rows_of_documents_is_one_without_them(before: 
 
 
 def test_the_newest_of_the_same_run_is_found(tmp_path: Path, before: RunConfig) -> None:
-    checkpoints = CheckpointManager(tmp_path, keep_last=5)
-    assert newest_of_same_run(checkpoints, before) is None
+    checkpoints = CheckpointManager(tmp_path / CHECKPOINTS, keep_last=5)
+    resumed = ("run.resume=auto", f"run.output_dir={tmp_path}")
+    assert progress_to_resume(compose(*resumed), tmp_path) is None
     save(checkpoints, 3, before)
     save(checkpoints, 12, before)
 
-    found = newest_of_same_run(checkpoints, compose("train.max_steps=900"))
+    found = progress_to_resume(compose("train.max_steps=900", *resumed), tmp_path)
     assert found is not None
     assert found.progress.step == 12
     with pytest.raises(CheckpointError, match=r"step_000012 is a checkpoint of another run: run\.seed=5, there 0"):
-        newest_of_same_run(checkpoints, compose("run.seed=5"))
+        progress_to_resume(compose("run.seed=5", *resumed), tmp_path)

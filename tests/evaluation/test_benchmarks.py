@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
+from nemo_opd.rollout.base import BatchLimit, Completion, Generator, Request, Sampling
 from nemo_opd.rollout.hf import Sampler, end_ids
 from tests.evaluation.scorer import model_scorer
 
@@ -104,7 +104,9 @@ def ours(model: PreTrainedModel) -> LanguageModel:
     tokenizer = AutoTokenizer.from_pretrained(model_path("student"))
     size = model.config.vocab_size
     ends = end_ids(tokenizer)
-    sampler = Sampler(model, end_ids=ends, vocab_size=size, batch_size=4, device="cpu", tokenizer=lambda: tokenizer)
+    sampler = Sampler(
+        model, end_ids=ends, vocab_size=size, limit=BatchLimit(4), device="cpu", tokenizer=lambda: tokenizer
+    )
     return LanguageModel(TextModel(tokenizer, MAX_LENGTH, {}), model_scorer(model, "cpu"), sampler)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nemo_opd.config.model import Parallelism
+from nemo_opd.config.model import Parallelism, Student
 from nemo_opd.distributed.collectives import gathered
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh, fsdp_axis
@@ -55,18 +55,13 @@ def cut(
     fused_layers: bool = False,
 ) -> tuple[Any, PreTrainedModel]:
     mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), "cpu")
-    model = load_sharded(
-        str(folder),
-        dtype,
-        mesh,
-        key="student.model",
+    settings = Student(
+        model=str(folder),
         parallelism=parallelism,
-        compute_dtype=dtype,
-        device="cpu",
-        trainable=True,
         activation_checkpointing=activation_checkpointing,
         fused_layers=fused_layers,
     )
+    model = load_sharded(settings, dtype, mesh, key="student.model", compute_dtype=dtype, device="cpu", trainable=True)
     return mesh, model
 
 

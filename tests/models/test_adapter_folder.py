@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_opd.config.model import Lora, Parallelism
+from nemo_opd.config.model import Lora, Student
 from nemo_opd.demo import model_path
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh
@@ -89,11 +89,10 @@ def test_an_exported_adapter_is_the_merged_export(dtype: torch.dtype, tmp_path: 
     adapters.merge(state, merged)
     with alone():
         sharded = load_sharded(
-            str(tmp_path / "adapter"),
+            Student(model=str(tmp_path / "adapter")),
             dtype,
             build_mesh(Layout(1), "cpu"),
             key="teachers.0.model",
-            parallelism=Parallelism(),
             compute_dtype=dtype,
             device="cpu",
             trainable=False,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from nemo_opd.config.model import Parallelism
+from nemo_opd.config.model import Parallelism, Student
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh, context_axis
 from nemo_opd.errors import ConfigError, ModelError
@@ -135,11 +135,10 @@ def test_who_cannot_use_it(tmp_path: Path) -> None:
         use_ring_attention(model_of("gemma2, soft-cap"), 2, key=KEY)
     with as_rank(0, 2), pytest.raises(ConfigError, match="needs a GPU"):
         load_sharded(
-            str(save("llama, tied", tmp_path)),
+            Student(model=str(save("llama, tied", tmp_path)), parallelism=Parallelism(cp=2)),
             torch.float32,
             build_mesh(Layout(1, 2, 1), "cpu"),
             key="student.model",
-            parallelism=Parallelism(cp=2),
             compute_dtype=torch.float32,
             device="cpu",
             trainable=True,
@@ -157,11 +156,10 @@ def hidden_states_on_rank(folder: Path) -> tuple[Tensor, Tensor]:
     parallelism = Parallelism(cp=2)
     mesh = build_mesh(Layout(1, 2, 1), "cuda")
     model = load_sharded(
-        str(folder / "llama"),
+        Student(model=str(folder / "llama"), parallelism=parallelism),
         torch.float32,
         mesh,
         key="student.model",
-        parallelism=parallelism,
         compute_dtype=torch.float32,
         device="cuda",
         trainable=True,

@@ -19,7 +19,7 @@ from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.load import load_model
 from nemo_opd.models.packed_attention import RING, use_ring_attention
 from nemo_opd.models.parallelize import checkpoint_activations
-from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 from tests.models.families import model_of, save
 from tests.models.one_update import USED, cut, train
@@ -62,7 +62,7 @@ def asked(rank: int) -> list[Request]:
 
 
 def sample(model: PreTrainedModel, requests: list[Request]) -> list[Completion]:
-    sampler = Sampler(model, end_ids=(2, 7), vocab_size=USED, batch_size=3, device="cpu")
+    sampler = Sampler(model, end_ids=(2, 7), vocab_size=USED, limit=BatchLimit(3), device="cpu")
     return sampler.generate(requests, Sampling(), 0)
 
 

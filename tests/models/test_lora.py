@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nemo_opd.config.model import Lora, Parallelism
+from nemo_opd.config.model import Lora, Student
 from nemo_opd.distributed.collectives import gathered, local
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh
@@ -36,11 +36,10 @@ def one_rank() -> Iterator[None]:
 
 def loaded(folder: Path, settings: Lora, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return load_sharded(
-        str(folder),
+        Student(model=str(folder)),
         dtype,
         build_mesh(Layout(dist.get_world_size()), "cpu"),
         key="student.model",
-        parallelism=Parallelism(),
         compute_dtype=dtype,
         device="cpu",
         trainable=True,

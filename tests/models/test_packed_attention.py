@@ -264,10 +264,19 @@ def test_flash_attention_is_asked_for_the_same(
         for heads in (4, key_heads, key_heads)
     )
     ends = packing_of(*LENGTHS).bounds
-    arguments = (query, key, value, ends, max(LENGTHS), 0.3, 0.0, window)
-    torch.testing.assert_close(
-        packed_attention._flash(*arguments), packed_attention._by_length(*arguments), rtol=1e-12, atol=1e-12
-    )
+    outputs = []
+    for has_flash in (True, False):
+        monkeypatch.setattr(packed_attention, "_has_flash", lambda *_, answer=has_flash: answer)
+        outputs.append(attended(query, key, value, ends, max(LENGTHS), 0.3, window))
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    bounds = {"cu_seq_lens_q": ends, "max_length_q": longest}
+    attend = packed_attention._within_sequences
+    return attend(torch.nn.Module(), query, key, value, None, **bounds, scaling=scale, sliding_window=window)[0]
 
 
 @pytest.fixture
@@ -315,9 +324,9 @@ def test_flash_attention_of_a_gpu_is_that_by_length(
     shapes = [(1, heads, sum(lengths), 16) for heads in (4, key_heads, key_heads)]
     given = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
     outputs = []
-    for attend, dtype in ((packed_attention._flash, torch.bfloat16), (packed_attention._by_length, torch.float32)):
+    for dtype in (torch.bfloat16, torch.float32):  # only the first is the kernel's
         query, key, value = (tensor.detach().to(dtype).requires_grad_() for tensor in given)
-        made = attend(query, key, value, ends, max(lengths), 0.25, 0.0, window)
+        made = attended(query, key, value, ends, max(lengths), 0.25, window)
         made.float().square().sum().backward()
         outputs.append([made, query.grad, key.grad, value.grad])
     for ours, reference in zip(*outputs, strict=True):

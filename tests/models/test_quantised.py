@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from nemo_opd.config.model import Parallelism
+from nemo_opd.config.model import Parallelism, Student
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh
 from nemo_opd.errors import ModelError
@@ -41,13 +41,11 @@ def one_rank() -> Iterator[None]:
 
 
 def loaded(folder: Path, num_ranks: int = 1, *, trainable: bool = False) -> PreTrainedModel:
-    parallelism = Parallelism(tp=num_ranks)
     return load_sharded(
-        str(folder),
+        Student(model=str(folder), parallelism=Parallelism(tp=num_ranks)),
         torch.float32,
         build_mesh(Layout(1, 1, num_ranks), "cpu"),
         key="teachers.0.model",
-        parallelism=parallelism,
         compute_dtype=torch.float32,
         device="cpu",
         trainable=trainable,

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from nemo_opd.config.model import Parallelism
+from nemo_opd.config.model import Parallelism, Student
 from nemo_opd.distributed.collectives import gathered
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh
@@ -50,11 +50,10 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32, parallelism: Parall
     parallelism = parallelism or Parallelism()
     layout = Layout(dist.get_world_size() // parallelism.tp, 1, parallelism.tp)
     return load_sharded(
-        str(folder),
+        Student(model=str(folder), parallelism=parallelism),
         dtype,
         build_mesh(layout, "cpu"),
         key="student.model",
-        parallelism=parallelism,
         compute_dtype=dtype,
         device="cpu",
         trainable=True,

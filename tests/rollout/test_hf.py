@@ -20,7 +20,7 @@ from transformers import (
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, ModelError, RolloutError
-from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.base import BatchLimit, Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.hf import Sampler, end_ids, for_model
 from tests.models.families import VOCABULARY, model_of
 from tests.rollout.contract import EngineContract, Folders, Subject, requests, same, save_folders
@@ -44,7 +44,7 @@ class TestHFEngine(EngineContract):
 
 
 def sampler(model: PreTrainedModel, *, ends: tuple[int, ...] = (2,), batch_size: int = 16) -> Sampler:
-    return Sampler(model, end_ids=ends, vocab_size=VOCABULARY, batch_size=batch_size, device="cpu")
+    return Sampler(model, end_ids=ends, vocab_size=VOCABULARY, limit=BatchLimit(batch_size), device="cpu")
 
 
 def of_family(count: int, max_new_tokens: int = 12) -> list[Request]:

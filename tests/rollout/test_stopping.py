@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from nemo_opd.alignment import ChatRenderer
 from nemo_opd.data.record import Prompt
-from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.base import BatchLimit, Request, Sampling
 from nemo_opd.rollout.conversation import ConversationRenderer
 from nemo_opd.rollout.hf import Sampler, end_ids
 from tests.alignment.chat_fixture import with_template
@@ -41,7 +41,7 @@ def sampled(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], 
         learned(tokenizer, messages),
         end_ids=end_ids(tokenizer),
         vocab_size=len(tokenizer),
-        batch_size=1,
+        limit=BatchLimit(1),
         device="cpu",
     )
     ids = ConversationRenderer(tokenizer).prompt_ids(Prompt(0, messages[:k]))

@@ -50,9 +50,6 @@ class Learning:
         self.receiver = SharedMemoryReceiver(dist.get_rank())
         self.links = StudentLinks(self.receiver, "cpu")
 
-    def join_links(self, rendezvous: list[Rendezvous | None]) -> None:
-        self.links.join(rendezvous)
-
     def receive(self, by_teacher: list[list[Handle]]) -> None:
         self.links.receive(by_teacher)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file
 
@@ -97,8 +98,7 @@ def test_a_teacher_that_dies_while_it_sends(nodes: "Nodes") -> None:
         RayGroup(cluster, "student", Learning, {}, placement.student) as student,
     ):
         student.cluster.gather([student.ready, teacher.ready])
-        (ours, _), (theirs, _) = student.whereabouts()[0], teacher.whereabouts()[0]
-        assert ours != theirs
+        assert nodes_of(student) != nodes_of(teacher)
         links = Links(student, [teacher], [delivery])
         for batch in (1, 2):
             found = windows(teacher.call("forward", [(batch, False)]), sides, LENGTHS)
@@ -116,6 +116,14 @@ def test_a_teacher_that_dies_while_it_sends(nodes: "Nodes") -> None:
         message = str(caught.value)
         assert message.startswith("teacher big rank 0 died while sending its output to other nodes (step 3) (")
         assert message.endswith("run.resume=auto continues from the last checkpoint")
+
+
+def nodes_of(group: RayGroup) -> list[str]:
+    """Return Ray's id of each rank's node."""
+    nodes: list[str] = ray.get(
+        [actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for actor in group.actors]
+    )
+    return nodes
 
 
 def settings(nodes: "Nodes") -> Cluster:
@@ -142,7 +150,7 @@ def test_ranks_land_as_planned_and_a_lost_node_ends_the_wait(nodes: "Nodes", tmp
     ):
         with RayGroup(cluster, "teacher", Toy, {}, placement.teachers[0]) as teacher:
             student.cluster.gather([student.ready, teacher.ready])
-            ours, theirs = ([node for node, _ in group.whereabouts()] for group in (student, teacher))
+            ours, theirs = nodes_of(student), nodes_of(teacher)
         assert student.call("sum_of_ranks", [(0,)] * 2) == [(0, 1.0), (1, 1.0)], "one world over both nodes"
         assert len(set(ours)) == 2
         assert theirs == ours

@@ -17,20 +17,25 @@ from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.errors import CheckpointError
 from nemo_opd.rollout.server import engine as servers
 from nemo_opd.training import engines
-from nemo_opd.training.models import export_whole
+from nemo_opd.training.models import Models
 
 
 @dataclass
-class FakeServer:
+class FakeServer(servers._StudentServer):
     """Notes what it is given."""
 
-    version: int
+    version: int = 0
     takes_memory: bool = False
     sees_memory: bool = True
     loaded: list[Path | str] = field(default_factory=list)
     is_closed: bool = False
     rests: int = 0
     retried: int = 0
+
+    def opened(self, _: Any, spec: Any, __: Path, ___: int, student: Any, folder: Path) -> "FakeServer":
+        self._student, self._folder, self._dtype = student, folder, spec.dtype
+        self._reads_memory = self.takes_memory
+        return self
 
     def update_weights(self, folder: Path, version: int) -> None:
         assert load_file(folder / "model.safetensors")["weights"].all()
@@ -56,14 +61,11 @@ class FakeServer:
 @dataclass
 class FakeModels:
     held: list[str] = field(default_factory=list)
-    is_cut: bool = False
 
     def export(self, folder: Path, served_as: str, average_of: int | None = None) -> None:
         assert served_as == "float32"
         folder.mkdir(parents=True)
         save_file({"weights": torch.ones(3)}, folder / "model.safetensors")
-        if self.is_cut:
-            os.truncate(folder / "model.safetensors", 70)
 
     @contextmanager
     def held_weights(self, served_as: str) -> Iterator[str]:
@@ -71,6 +73,22 @@ class FakeModels:
         self.held.append("held")
         yield "memory"
         self.held.append("released")
+
+
+class ExportingModels(Models):
+    """Whose workers write a file, or only the beginning of one."""
+
+    def __init__(self, *, is_cut: bool) -> None:
+        self.is_cut = is_cut
+
+    def _on_each_student(self, method: str, *arguments: Any) -> list[Any]:
+        assert method == "export"
+        arguments[0].mkdir(parents=True)
+        file = arguments[0] / "model.safetensors"
+        save_file({"weights": torch.ones(3)}, file)
+        if self.is_cut:
+            os.truncate(file, 70)
+        return []
 
 
 def plan(folder: Path, **rollout: Any) -> Any:
@@ -96,7 +114,7 @@ def test_a_server_follows_and_leaves_only_what_was_there(tmp_path: Path, monkeyp
     shared.mkdir()
     (shared / "precious").write_text("mine")
     server = FakeServer(3)
-    monkeypatch.setattr(servers, "ServerEngine", lambda *_: server)
+    monkeypatch.setattr(servers, "_StudentServer", server.opened)
 
     with engines.open_engine(plan(tmp_path, weights_folder=shared), FakeModels(), 3) as engine:  # type: ignore[arg-type]
         engine.follow(3)
@@ -117,7 +135,7 @@ def test_runs_do_not_share_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Bug: two runs with one rollout.weights_folder sampled with each other's weights, and the first to end removed
     both; a killed run's weights stayed.
     """
-    monkeypatch.setattr(servers, "ServerEngine", lambda *_: FakeServer(3))
+    monkeypatch.setattr(servers, "_StudentServer", lambda *arguments: FakeServer(3).opened(*arguments))
     abandoned = tmp_path / "rollout_weights_killed"
     abandoned.mkdir()
     (abandoned / ".lock").touch()
@@ -138,7 +156,7 @@ def test_runs_do_not_share_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_server_that_reads_memory_needs_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches memory that is not given back, and the folder it started from kept on the disk."""
     server, models = FakeServer(3, takes_memory=True), FakeModels()
-    monkeypatch.setattr(servers, "ServerEngine", lambda *_: server)
+    monkeypatch.setattr(servers, "_StudentServer", server.opened)
 
     with engines.open_engine(plan(tmp_path, program="vllm"), models, 3) as engine:  # type: ignore[arg-type]
         (folder,) = tmp_path.glob("rollout_weights_*")
@@ -156,7 +174,7 @@ def test_a_server_that_reads_memory_needs_no_folder(tmp_path: Path, monkeypatch:
 def test_a_server_that_cannot_see_memory_follows_by_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one in a container; it is not tried at every step."""
     server, models = FakeServer(3, takes_memory=True, sees_memory=False), FakeModels()
-    monkeypatch.setattr(servers, "ServerEngine", lambda *_: server)
+    monkeypatch.setattr(servers, "_StudentServer", server.opened)
 
     with engines.open_engine(plan(tmp_path, program="vllm"), models, 3) as engine:  # type: ignore[arg-type]
         engine.follow(4)
@@ -171,7 +189,7 @@ def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch
     def refuse(*_: object) -> None:
         raise OSError("no server")
 
-    monkeypatch.setattr(servers, "ServerEngine", refuse)
+    monkeypatch.setattr(servers, "_StudentServer", refuse)
 
     opened = engines.open_engine(plan(tmp_path, program="vllm"), FakeModels(), 0)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no server"):
@@ -181,8 +199,8 @@ def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch
 
 def test_an_export_that_is_cut_does_not_take_the_place_of_a_whole_one(tmp_path: Path) -> None:
     """Bug: a full disk, noticed by nobody, costs the model that was there before."""
-    export_whole(FakeModels(), tmp_path / "final", "float32")  # type: ignore[arg-type]
+    ExportingModels(is_cut=False).export(tmp_path / "final")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing or damaged"):
-        export_whole(FakeModels(is_cut=True), tmp_path / "final", "float32")  # type: ignore[arg-type]
+        ExportingModels(is_cut=True).export(tmp_path / "final")
     assert load_file(tmp_path / "final" / "model.safetensors")["weights"].all()
     assert [each.name for each in tmp_path.iterdir()] == ["final"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from nemo_opd.config.model import Lora, Parallelism, Student
+from nemo_opd.config.model import Lora, Student
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh
 from nemo_opd.handoff.shared_memory import FileDescriptor
@@ -40,11 +40,10 @@ def exported(job: tuple[Student, Path]) -> Seen:
     settings, folder = job
     adapters = None if settings.lora is None else Adapters(settings.lora, settings.model, seed=0)
     model = load_sharded(
-        settings.model,
+        settings,
         torch.float32,
         build_mesh(Layout(dist.get_world_size()), "cpu"),
         key="student.model",
-        parallelism=Parallelism(),
         compute_dtype=torch.float32,
         device="cpu",
         trainable=True,

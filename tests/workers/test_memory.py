@@ -16,9 +16,8 @@ from nemo_opd.workers.out_of_memory import (
     OPTIMIZER,
     Task,
     handoff_buffer,
-    loading_teacher,
     needs_memory,
-    teacher_forward,
+    teacher_tasks,
 )
 
 CUDA_MESSAGE = (
@@ -88,12 +87,15 @@ def test_the_innermost_task_speaks() -> None:
     assert "in a chunk of a loss" in str(caught.value)
 
 
+PHI = teacher_tasks("teachers.1", "phi")
+
+
 @pytest.mark.parametrize(
     ("task", "name", "knob"),
     [
         (LOADING_STUDENT, "loading the student", "student.parallelism.tp"),
-        (loading_teacher("teachers.1", "phi"), "loading the teacher phi", "teachers.1.offload=true"),
-        (teacher_forward("teachers.1", "phi"), "the forward pass of the teacher phi", "teachers.1.parallelism.tp"),
+        (PHI.loading, "loading the teacher phi", "teachers.1.offload=true"),
+        (PHI.reading, "the forward pass of the teacher phi", "teachers.1.parallelism.tp"),
         (handoff_buffer("phi"), "the output of the teacher phi", "train.global_batch_size"),
     ],
 )

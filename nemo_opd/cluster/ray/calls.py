@@ -249,7 +249,11 @@ class ProgressMonitor:
             self._latest = None
 
     def _read(self, store: Store) -> Work | None:
-        return _decoded(store.get(KEY), self._group) if store.check([KEY]) else None
+        fields = json.loads(store.get(KEY)) if store.check([KEY]) else None
+        if fields is None:
+            return None
+        name, total, unit, done, elapsed_s = fields
+        return Work(f"{self._group}: {name}", total, unit, done, started=time.monotonic() - elapsed_s)
 
     def _show(self, work: Work | None) -> None:
         old = self._displayed
@@ -279,12 +283,3 @@ class ProgressMonitor:
 def encoded(work: Work | None) -> str:
     """Encode the work as JSON."""
     return json.dumps(work and [work.name, work.total, work.unit, work.look(), round(work.elapsed_s, 1)])
-
-
-def _decoded(text: bytes, group: str) -> Work | None:
-    """Decode the JSON of `encoded`; put the group's name before the work's."""
-    fields = json.loads(text)
-    if fields is None:
-        return None
-    name, total, unit, done, elapsed_s = fields
-    return Work(f"{group}: {name}", total, unit, done, started=time.monotonic() - elapsed_s)

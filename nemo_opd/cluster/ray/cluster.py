@@ -68,13 +68,19 @@ class RayCluster(Cluster):
             per_node = {name: count * self.placement.devices_per_node for name, count in bundle.items()}
             ids = _choose_nodes(self.placement.num_nodes, per_node, timeout_s)
             nodes = [ids[place.node] for place in self.placement.devices]
-        reserved = _reserve_bundles([bundle] * len(self.placement.devices), nodes, timeout_s)
-        if reserved is None:
+        bundles = [bundle] * len(self.placement.devices)
+        if nodes is None:
+            group = placement_group(bundles, strategy="STRICT_PACK")
+        else:
+            selectors = [{_NODE_ID: node} for node in nodes]
+            group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+        if not group.wait(timeout_s):
+            remove_placement_group(group)
             raise ClusterError(
                 f"{len(self.placement.devices)} ranks of {bundle} are not free on this cluster, which has "
                 f"{ray.cluster_resources()}; lower cluster.num_nodes, cluster.gpus_per_node or cluster.cpu_ranks"
             )
-        return reserved
+        return group
 
     def options(self, place: Place) -> dict[str, Any]:
         """Return Ray's options for an actor at this place; actors on one device get equal shares of it."""
@@ -145,11 +151,6 @@ class RayGroup(Group):
         served, _ = ray.wait([self._address], timeout=0)
         return connect_store(*self.address(), ANSWER_S) if served else None
 
-    def whereabouts(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Return for each rank Ray's id of its node, and the names of its GPUs."""
-        locations: list[tuple[str, tuple[str, ...]]] = ray.get([actor.whereabouts.remote() for actor in self.actors])
-        return locations
-
     def close(self) -> None:
         """End the processes; unless a call has failed, let them release their resources first."""
         self._monitor.close()
@@ -185,27 +186,13 @@ def _living_nodes() -> list[dict[str, Any]]:
     return sorted(alive, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
 
 
-def _reserve_bundles(bundles: Sequence[dict[str, float]], nodes: Sequence[str] | None, timeout_s: float) -> Any:
-    """Return a placement group with bundle i on `nodes[i]`, or with all bundles on one node if `nodes` is None.
-
-    Returns None if it is not free within `timeout_s`.
-    """
-    if nodes is None:
-        group = placement_group(list(bundles), strategy="STRICT_PACK")
-    else:
-        group = placement_group(
-            list(bundles), strategy="PACK", bundle_label_selector=[{_NODE_ID: node} for node in nodes]
-        )
-    if group.wait(timeout_s):
-        return group
-    remove_placement_group(group)
-    return None
-
-
 def _too_few_nodes(num_nodes: int, need: dict[str, float]) -> str:
     nodes = _living_nodes()
     enough = [node for node in nodes if all(node["Resources"].get(name, 0) >= count for name, count in need.items())]
-    has = "; ".join(_describe(node["NodeManagerAddress"], node["Resources"], need) for node in nodes)
+    free = ({name: node["Resources"].get(name, 0) for name in need} for node in nodes)
+    has = "; ".join(
+        f"{node['NodeManagerAddress']}: {_amount(counts)}" for node, counts in zip(nodes, free, strict=True)
+    )
     if len(enough) >= num_nodes:
         return (
             f"cluster.num_nodes={num_nodes} nodes with {_amount(need)} each: the Ray cluster has them ({has}), but "
@@ -216,10 +203,6 @@ def _too_few_nodes(num_nodes: int, need: dict[str, float]) -> str:
         f"cluster.num_nodes={num_nodes} nodes with {_amount(need)} each: the Ray cluster has {len(enough)} such "
         f"({has}); {advice} (cluster.gpus_per_node, cluster.cpu_ranks), or start Ray on more machines"
     )
-
-
-def _describe(address: str, resources: dict[str, float], need: dict[str, float]) -> str:
-    return f"{address}: {_amount({name: resources.get(name, 0) for name in need})}"
 
 
 def _amount(resources: dict[str, float]) -> str:
@@ -293,11 +276,6 @@ class RankActor:
             return self.rank.call(method, arguments)
         except Exception as error:
             return Failure.of(error)
-
-    def whereabouts(self) -> tuple[str, tuple[str, ...]]:
-        """Return Ray's id of the node, and the names of this rank's GPUs."""
-        context = ray.get_runtime_context()
-        return context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", ()))
 
     def leave(self) -> None:
         if self.reporter is not None:

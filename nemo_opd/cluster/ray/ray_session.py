@@ -22,7 +22,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError, RayError
 
-from nemo_opd.cluster.ray.services import Services, end, forwarded, in_new_session, processes_of_sessions
+from nemo_opd.cluster.ray.services import SERVICE_NAMES, Services, end, forwarded, in_new_session, processes_of_sessions
 from nemo_opd.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
@@ -90,7 +90,7 @@ class RaySession:
                 f"cluster.address={address}: no Ray cluster answers there ({error}); start one with "
                 "`ray start --head`, or leave the key out to run on this machine"
             ) from error
-        self.services = Services.elsewhere()
+        self.services = Services(address=ray.get_runtime_context().gcs_address)
 
     def _start(self, num_cpus: int, num_gpus: int | None) -> None:
         for start in range(1, STARTS + 1):
@@ -125,7 +125,7 @@ class RaySession:
             )
         started = self._folder.processes()
         self._sessions |= {process.pid for process in started}
-        self.services = Services.among(started)
+        self.services = Services([process for process in started if process.name() in SERVICE_NAMES])
 
     def close(self) -> None:
         """Disconnect, which ends actors and placement groups, and end the cluster if it was started here."""

@@ -8,20 +8,20 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import psutil
-import ray
 from ray._private import services as ray_services
 
 from nemo_opd.cluster.base import CONTINUE
 from nemo_opd.config.secrets import is_secret_name
 from nemo_opd.errors import ClusterError
 
-_NAMES = ("gcs_server", "raylet")
+SERVICE_NAMES = ("gcs_server", "raylet")
+"""Names of a local cluster's processes that a run depends on."""
 _CONNECT_S = 5.0
 _GONE_S = 30.0
 """Limit of the wait for killed processes, whose memory the kernel frees first."""
@@ -54,16 +54,6 @@ class Services:
         """
         self._processes = {process: process.name() for process in processes}
         self._address = address
-
-    @classmethod
-    def among(cls, processes: Iterable[psutil.Process]) -> Services:
-        """Return the services among a local cluster's processes."""
-        return cls([process for process in processes if process.name() in _NAMES])
-
-    @classmethod
-    def elsewhere(cls) -> Services:
-        """Return the services of a running cluster, after `ray.init`."""
-        return cls(address=ray.get_runtime_context().gcs_address)
 
     @property
     def are_alive(self) -> bool:

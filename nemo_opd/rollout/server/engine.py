@@ -339,21 +339,16 @@ def _name_among(served: dict[str, str], model: str, url: str) -> str:
     return names[0]
 
 
-class _StudentServer(Engine):
+class _StudentServer(ServerEngine):
     """A server that reads the student's weights from memory if it can, else from a folder."""
 
-    def __init__(self, server: ServerEngine, student: StudentModel, folder: Path, dtype: str) -> None:
-        """folder: holds the weights of at most two versions. dtype: name of the dtype of the server's weights."""
-        self._server, self._student, self._folder, self._dtype = server, student, folder, dtype
-        self._reads_memory = server.takes_memory
-
-    @property
-    def version(self) -> int:
-        return self._server.version
-
-    @property
-    def retried(self) -> int:
-        return self._server.retried
+    def __init__(
+        self, settings: ServerRollout, spec: EngineSpec, first: Path, version: int, student: StudentModel, folder: Path
+    ) -> None:
+        """Start or find the server. folder: holds the weights of at most two versions, at first those in `first`."""
+        super().__init__(settings, spec, first, version)
+        self._student, self._folder, self._dtype = student, folder, spec.dtype
+        self._reads_memory = self.takes_memory
 
     def follow(self, version: int) -> None:
         if version == self.version:
@@ -361,18 +356,12 @@ class _StudentServer(Engine):
         previous = _version_folder(self._folder, self.version)
         if self._reads_memory:
             with self._student.held_weights(self._dtype) as file:
-                self._reads_memory = self._server.update_from_memory(file, version)
+                self._reads_memory = self.update_from_memory(file, version)
         if not self._reads_memory:
             folder = _version_folder(self._folder, version)
             self._student.export(folder, self._dtype)
-            self._server.update_weights(folder, version)
+            self.update_weights(folder, version)
         shutil.rmtree(previous, ignore_errors=True)
-
-    def rest(self) -> None:
-        self._server.rest()
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return self._server.generate(requests, sampling)
 
 
 @contextmanager
@@ -381,9 +370,9 @@ def for_student(settings: ServerRollout, spec: EngineSpec, student: StudentModel
     with _weights_folder(settings.weights_folder or spec.workdir) as folder:
         first = _version_folder(folder, version)
         student.export(first, spec.dtype)
-        with ServerEngine(settings, spec, first, version) as server:
+        with _StudentServer(settings, spec, first, version, student, folder) as server:
             server.rest()
-            yield _StudentServer(server, student, folder, spec.dtype)
+            yield server
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from nemo_opd.config.rollout import RolloutBase, ServerRollout
 from nemo_opd.config.secrets import is_secret_name, without_secrets
 from nemo_opd.errors import RolloutError
 from nemo_opd.files import open_unlinked
+from nemo_opd.models.folder import safetensors_files
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server import guard
 from nemo_opd.rollout.server.client import Answer, Http, RequestContext
@@ -32,7 +33,6 @@ OWN_SHARE, COMMON_SHARE = 0.9, 0.3
 """Memory shares of a server: on separate GPUs, and at least on the training's GPUs or on CPUs."""
 _SEED_BITS = 31
 """Seed bits that all programs use; some programs' random generators drop higher ones."""
-_INDEX = "model.safetensors.index.json"
 _INHERITED_VARIABLES = {
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD"),
     *("LIBRARY_PATH", "CPATH", "CC", "CXX", "VIRTUAL_ENV", "CONDA_PREFIX"),
@@ -250,7 +250,7 @@ class ModelFolder:
         """Read a folder. Raises RolloutError unless it holds a complete model in Hugging Face format."""
         try:
             config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
-            shapes = shapes_in(weight_files(path))
+            shapes = shapes_in(safetensors_files(path))
         except (OSError, ValueError, SafetensorError) as error:
             raise RolloutError(f"{path} does not hold a complete model to sample with: {error}") from error
         if not shapes:
@@ -264,14 +264,6 @@ class ModelFolder:
             if shapes.get(name) != shape:
                 difference = f"{name} is {shapes[name]}, not {shape}" if name in shapes else f"it has no {name}"
                 raise RolloutError(f"{where} has another model than {self.path}: {difference}")
-
-
-def weight_files(path: Path) -> list[Path]:
-    """Return the folder's weight files, from the index if there is one, so that a missing file is noticed."""
-    if (path / _INDEX).is_file():
-        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
-        return [path / name for name in sorted(set(index["weight_map"].values()))]
-    return sorted(path.glob("*.safetensors"))
 
 
 def shapes_in(files: Iterable[Path]) -> Shapes:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from nemo_opd.errors import RolloutError
+from nemo_opd.models.folder import safetensors_files
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server.client import Answer, Http, RequestContext
-from nemo_opd.rollout.server.program import NAME, Json, Program, short_seed, weight_files
+from nemo_opd.rollout.server.program import NAME, Json, Program, short_seed
 
 _EXTENSION_FOLDER = Path(__file__).parent / "vllm_extension"
 _EXTENSION = "nemo_opd_weights.Extension"
@@ -108,7 +109,7 @@ class VLLM(Program):
         return [*first_logprobs, choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]]
 
     def load(self, http: Http, folder: Path, version: int) -> None:
-        files = [str(file) for file in weight_files(folder)]
+        files = [str(file) for file in safetensors_files(folder)]
         _prepare(http, files)
         _transfer(http, files, version)
 

@@ -1,11 +1,13 @@
 """Workers of a running cluster get what the driver's machine sets, and its secrets by another way."""
 
+from types import SimpleNamespace
+
 import pytest
 import ray
 
 from nemo_opd.cluster.ray import ray_session
 from nemo_opd.cluster.ray.ray_session import RaySession
-from nemo_opd.cluster.ray.services import Services, forwarded, forwarded_secrets
+from nemo_opd.cluster.ray.services import forwarded, forwarded_secrets
 
 ENVIRONMENT = {
     "HF_HOME": "/models",
@@ -28,7 +30,7 @@ def test_a_cluster_that_is_joined_gets_them(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HF_HOME", "/models")
     monkeypatch.setattr(ray_session, "probe", lambda _: None)
     monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
-    monkeypatch.setattr(Services, "elsewhere", Services)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=None))
 
     RaySession("auto", num_cpus=1)
 
