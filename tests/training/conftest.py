@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from nemo_opd.logging import report
 from tests import processes
 from tests.tiny import Tiny
 from tests.training.launch import SCRIPT, Run, start
@@ -15,6 +16,16 @@ from tests.waiting import CLEAN_S
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as Nodes
+
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_charts() -> Iterator[None]:
+    """Reports of runs in this process have none: they take seconds, and those of `reference` are looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "PLOTS", ())
+        yield
+
 
 STEPS = 30
 SAVE_EVERY = 10
@@ -38,6 +49,7 @@ def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
             "logging.wandb.enabled=true",
             "logging.wandb.mode=offline",
         ),
+        charts=True,
     )
     run.wait_for_step(1)
     run.processes()
