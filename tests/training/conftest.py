@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from nemo_opd.logging import report
 from tests import processes
 from tests.tiny import Tiny
 from tests.training.launch import SCRIPT, Run, start
@@ -17,19 +16,9 @@ from tests.waiting import CLEAN_S
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as Nodes
 
-
-
-@pytest.fixture(scope="module", autouse=True)
-def without_charts() -> Iterator[None]:
-    """Reports of runs in this process have none: they take seconds, and those of `reference` are looked at."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "PLOTS", ())
-        yield
-
-
-STEPS = 30
-SAVE_EVERY = 10
-VALIDATE_EVERY = 15
+STEPS = 18
+SAVE_EVERY = 6
+VALIDATE_EVERY = 9
 STUDENT_TIMES = [f"perf/{name}_s" for name in ("handoff", "student_forward", "loss", "student_backward", "optimizer")]
 
 
