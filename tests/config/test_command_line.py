@@ -35,8 +35,8 @@ def test_overrides_reach_their_keys() -> None:
 
 def test_a_key_that_no_yaml_mentions_is_set_without_a_plus() -> None:
     """Plain Hydra would ask for `+cluster.timeout_s=5`, because the YAML files name only what differs."""
-    cluster = configured("cluster.timeout_s=5", "+cluster.prefetch=2", "++cluster.cpu_ranks=3").cluster
-    assert (cluster.timeout_s, cluster.prefetch, cluster.cpu_ranks) == (5, 2, 3)
+    cluster = configured("cluster.timeout_s=5", "+cluster.gpus_per_node=2", "++cluster.cpu_ranks=3").cluster
+    assert (cluster.timeout_s, cluster.gpus_per_node, cluster.cpu_ranks) == (5, 2, 3)
 
 
 def test_a_way_out_of_a_presets_setting_works() -> None:

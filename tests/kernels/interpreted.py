@@ -1,9 +1,5 @@
-"""Kernels in Triton's interpreter, as a program: prints how far each is from its PyTorch form in fp64, as JSON.
+"""Kernels in Triton's interpreter: how far each is from its PyTorch form in fp64."""
 
-TRITON_INTERPRET=1 uv run python -m tests.kernels.interpreted
-"""
-
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -263,7 +259,3 @@ def main() -> dict[str, Any]:
         "nan": of_nan(),
         "layers": interpreted_layers.found(),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main()))
