@@ -1,4 +1,7 @@
-"""Shared by all tests: one thread, no haste, caches in a temporary folder, GPU tests only where there is a GPU."""
+"""Shared by all tests: one thread, no haste, caches in a temporary folder, GPU tests only where there is a GPU.
+
+PyTorch and transformers are imported late: the process that shares out the tests needs neither.
+"""
 
 # ruff: noqa: E402, what comes first is for the imports
 from tests import bytecode
@@ -19,20 +22,21 @@ os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 # Help and tables are as wide as where there is no terminal.
 os.environ.pop("COLUMNS", None)
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 import nemo_opd.cluster.ray  # noqa: F401, sets what Ray reads when it is imported, as some tests do themselves
 from tests import costs
-from tests.tiny import Tiny, make_tiny
 
-torch.set_num_threads(1)
+if TYPE_CHECKING:
+    from tests.tiny import Tiny
+
 # A busy machine is slow, which says nothing about the code.
 settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
@@ -91,8 +95,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Pause the garbage collector while files are imported; afterwards it scans the objects of tests alone."""
+    if session.config.getoption("dist") == "no":  # as in each process that runs tests
+        import torch
+
+        torch.set_num_threads(1)
     gc.disable()
     try:
         return (yield)
@@ -102,6 +110,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     items.sort(key=lambda item: _PLACES.get(item.path.relative_to(Path(__file__).parent).as_posix(), len(_PLACES)))
     for item in items:
         if not costs.MARKERS & {marker.name for marker in item.iter_markers()}:
@@ -129,6 +139,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _without_charts() -> Iterator[None]:
+    """Reports have none: they take more than half of a short run's time. `charts` and `reference` have them."""
+    from nemo_opd.logging import report
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "PLOTS", ())
+        yield
+
+
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> "Tiny":
+    from tests.tiny import make_tiny
+
     return make_tiny(tmp_path_factory.mktemp("tiny"))

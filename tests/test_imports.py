@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -115,15 +116,25 @@ def imports_of(file: Path) -> Iterator[Import]:
         yield from (Import(file, name, at_run_time, at_run_time and node not in in_functions) for name in modules)
 
 
-IMPORTS = [found for file in sorted(PACKAGE.rglob("*.py")) for found in imports_of(file)]
-OWN = [found for found in IMPORTS if found.module.startswith("nemo_opd.")]
+@cache
+def imports() -> list[Import]:
+    """Return all imports of the package. Not made when this file is collected, as each process of the tests does."""
+    return [found for file in sorted(PACKAGE.rglob("*.py")) for found in imports_of(file)]
 
 
-BY_FILE: dict[str, list[Import]] = defaultdict(list)
-"""Imports with the file, keyed by module."""
-for _one in IMPORTS:
-    if _one.with_its_file:
-        BY_FILE[module_of(_one.file)].append(_one)
+@cache
+def own_imports() -> list[Import]:
+    return [found for found in imports() if found.module.startswith("nemo_opd.")]
+
+
+@cache
+def by_file() -> dict[str, list[Import]]:
+    """Return imports with the file, keyed by module."""
+    by_module: dict[str, list[Import]] = defaultdict(list)
+    for one in imports():
+        if one.with_its_file:
+            by_module[module_of(one.file)].append(one)
+    return by_module
 
 
 def files_loaded_by(modules: list[str]) -> set[str]:
@@ -131,7 +142,7 @@ def files_loaded_by(modules: list[str]) -> set[str]:
     loaded, waiting = set(modules), list(modules)
     while waiting:
         name = waiting.pop()
-        imported = {one.module for one in BY_FILE[name]} | {name.rpartition(".")[0]} - {""}
+        imported = {one.module for one in by_file()[name]} | {name.rpartition(".")[0]} - {""}
         waiting += imported - loaded
         loaded |= imported
     return loaded
@@ -145,24 +156,24 @@ def test_the_table_names_every_package() -> None:
     parts = {part_of(file) for file in PACKAGE.rglob("*.py")} - {""}
 
     assert parts - LEVEL.keys() == set()
-    assert len(OWN) > 100  # the walk itself works
+    assert len(own_imports()) > 100  # the walk itself works
 
 
 def test_imports_run_one_way() -> None:
-    upward = [found for found in OWN if LEVEL[found.module.split(".")[1]] > LEVEL[found.importer]]
+    upward = [found for found in own_imports() if LEVEL[found.module.split(".")[1]] > LEVEL[found.importer]]
 
     assert not upward, shown(upward)
 
 
 def test_the_package_does_not_import_its_users() -> None:
-    wrong = [found for found in IMPORTS if found.module.split(".")[0] in OUTSIDE]
+    wrong = [found for found in imports() if found.module.split(".")[0] in OUTSIDE]
 
     assert not wrong, shown(wrong)
 
 
 @pytest.mark.parametrize("library", HOME)
 def test_a_library_stays_in_its_packages(library: str) -> None:
-    importers = [found for found in IMPORTS if found.module.split(".")[0] == library]
+    importers = [found for found in imports() if found.module.split(".")[0] == library]
     wrong = [found for found in importers if found.importer not in HOME[library]]
 
     assert importers
@@ -172,7 +183,7 @@ def test_a_library_stays_in_its_packages(library: str) -> None:
 def test_config_and_alignment_import_no_torch() -> None:
     wrong = [
         found
-        for found in IMPORTS
+        for found in imports()
         if found.at_run_time and found.module.split(".")[0] == "torch" and found.importer in WITHOUT_TORCH
     ]
 
@@ -184,9 +195,9 @@ def test_a_run_imports_no_library_of_an_extra() -> None:
 
     What `test_base_install.py` tries with an environment of its own, by the files that a driver and a rank load.
     """
-    starts = [name for name in BY_FILE if name.split(".")[1:2] in (["cli"], ["training"], ["workers"], ["cluster"])]
+    starts = [name for name in by_file() if name.split(".")[1:2] in (["cli"], ["training"], ["workers"], ["cluster"])]
     loaded = files_loaded_by(starts)
-    wrong = [one for name in loaded for one in BY_FILE[name] if one.module.split(".")[0] in EXTRAS.keys() - {*TRAIN}]
+    wrong = [one for name in loaded for one in by_file()[name] if one.module.split(".")[0] in EXTRAS.keys() - {*TRAIN}]
 
     assert "nemo_opd.rollout.server.client" in loaded
     assert not wrong, shown(wrong)
@@ -219,7 +230,7 @@ def test_importing_leaves_heavy_libraries_out(modules: str, libraries: tuple[str
 def test_a_light_package_imports_no_library_of_training(module: str) -> None:
     """By the files that it loads: transformers itself imports some of these libraries if they are installed."""
     loaded = files_loaded_by([f"nemo_opd.{module}"])
-    wrong = [one for name in loaded for one in BY_FILE[name] if one.module.split(".")[0] in (*TRAIN, "omegaconf")]
+    wrong = [one for name in loaded for one in by_file()[name] if one.module.split(".")[0] in (*TRAIN, "omegaconf")]
 
     assert not wrong, shown(wrong)
 
@@ -253,7 +264,7 @@ def test_a_file_that_shadows_a_package_is_named(tmp_path: Path) -> None:
 def test_losses_know_no_config_but_where_they_are_built() -> None:
     wrong = [
         found
-        for found in OWN
+        for found in own_imports()
         if found.importer == "losses" and found.module.startswith("nemo_opd.config") and found.file.name != "build.py"
     ]
 

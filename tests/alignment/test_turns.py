@@ -86,7 +86,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in REWRITING])
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(messages=conversations())
 def test_turns_by_definition(name: str, messages: list[dict[str, Any]]) -> None:
     """Against all beginnings of the conversation, one rendering each: a turn is what a message adds to its prompt."""
@@ -107,7 +107,7 @@ def test_turns_by_definition(name: str, messages: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", REWRITING)
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(messages=conversations())
 def test_no_other_text_is_learned(name: str, messages: list[dict[str, Any]]) -> None:
     """What others say never is, and of the last turn all that follows its prompt."""

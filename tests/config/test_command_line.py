@@ -18,16 +18,19 @@ from tests.composition import CONFIGS, DEMO, PRODUCTION, ROOT, command_line, com
 
 
 def test_overrides_reach_their_keys() -> None:
+    """The last of two holds, and `~` takes a key away."""
     config = configured(
-        "train.max_steps=7", "student.optimizer.lr=1e-3", "run.output_dir=/runs/a", "loss.divergence=jsd"
+        "train.max_steps=7",
+        "student.optimizer.lr=1e-3",
+        "run.output_dir=/runs/a",
+        "loss.divergence=jsd",
+        "train.max_steps=8",
+        "~train.validate_every",
     )
 
-    assert (config.train.max_steps, config.student.optimizer.lr) == (7, 1e-3)
+    assert (config.train.max_steps, config.student.optimizer.lr) == (8, 1e-3)
     assert (config.run.output_dir, config.loss.divergence) == (Path("/runs/a"), "jsd")
-
-
-def test_the_last_of_two_overrides_holds() -> None:
-    assert configured("train.max_steps=7", "train.max_steps=8").train.max_steps == 8
+    assert config.train.validate_every is None
 
 
 def test_the_last_of_two_options_holds(tmp_path: Path) -> None:
@@ -39,9 +42,8 @@ def test_the_last_of_two_options_holds(tmp_path: Path) -> None:
 
 def test_a_key_that_no_yaml_mentions_is_set_without_a_plus() -> None:
     """Plain Hydra would ask for `+cluster.timeout_s=5`, because the YAML files name only what differs."""
-    assert configured("cluster.timeout_s=5").cluster.timeout_s == 5
-    assert configured("+cluster.timeout_s=5").cluster.timeout_s == 5
-    assert configured("++cluster.timeout_s=5").cluster.timeout_s == 5
+    cluster = configured("cluster.timeout_s=5", "+cluster.gpus_per_node=2", "++cluster.cpu_ranks=3").cluster
+    assert (cluster.timeout_s, cluster.gpus_per_node, cluster.cpu_ranks) == (5, 2, 3)
 
 
 def test_a_way_out_of_a_presets_setting_works() -> None:
@@ -49,10 +51,6 @@ def test_a_way_out_of_a_presets_setting_works() -> None:
     loss = configured("loss=bpm", "loss.positions=starts", "~loss.ends").loss
     assert isinstance(loss, BytePrefixLoss)
     assert (loss.positions, loss.ends) == ("starts", "drop")
-
-
-def test_a_key_is_taken_away() -> None:
-    assert configured("~train.validate_every").train.validate_every is None
 
 
 def test_one_teacher_of_the_list_is_changed() -> None:

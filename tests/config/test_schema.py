@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,24 @@ from tests.composition import CONFIGS
 
 YAMLS = sorted(CONFIGS.rglob("*.yaml"))
 MODELINE = re.compile(r"^# yaml-language-server: \$schema=(\S+)$", re.MULTILINE)
-SCHEMAS = {name: json.loads(text) for name, text in schemas(CONFIGS).items()}
+
+
+@cache
+def parsed_schemas() -> dict[str, Any]:
+    return {name: json.loads(text) for name, text in schemas(CONFIGS).items()}
 
 
 def refusals(schema: str, content: Any) -> list[str]:
+    by_name = parsed_schemas()
+
     def with_files(node: Any) -> Any:
         """What editors do: a reference to another file of the folder is resolved."""
         if isinstance(node, dict) and str(node.get("$ref", "")).startswith("run.json#"):
-            return SCHEMAS["run.json"]["properties"][node["$ref"].rpartition("/")[2]]
+            return by_name["run.json"]["properties"][node["$ref"].rpartition("/")[2]]
         return node
 
-    whole = SCHEMAS["run.json"] if schema not in ("run.json", "evaluation.json") else SCHEMAS[schema]
-    root = with_files(SCHEMAS[schema]) | {"definitions": whole["definitions"]}
+    whole = by_name["run.json"] if schema not in ("run.json", "evaluation.json") else by_name[schema]
+    root = with_files(by_name[schema]) | {"definitions": whole["definitions"]}
     return [error.message for error in jsonschema.Draft7Validator(root).iter_errors(content)]
 
 
@@ -74,7 +81,8 @@ def test_parts_and_references_are_accepted(schema: str, content: dict[str, Any])
 
 def test_completion_has_meanings() -> None:
     """Bug: an editor shows names without what they mean."""
-    definitions = SCHEMAS["run.json"]["definitions"] | SCHEMAS["evaluation.json"]["definitions"]
+    by_name = parsed_schemas()
+    definitions = by_name["run.json"]["definitions"] | by_name["evaluation.json"]["definitions"]
     without = [
         f"{name}.{key}"
         for name, model in definitions.items()

@@ -14,11 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nemo_opd.errors import DataError
+from nemo_opd.logging import report
 from nemo_opd.logging.answers import SampleLog, ShownAnswer
 from nemo_opd.logging.base import ClosingRow, ClosingTable, Score, ScoreRow
 from nemo_opd.logging.charts import LIGHT, Theme, smooth, write_chart
 from nemo_opd.logging.metrics import shares, step_parts
-from nemo_opd.logging.plots import draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step
+from nemo_opd.logging.plots import PLOTS, draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step
 from nemo_opd.logging.records import MovedRow, write_hardware, write_projections
 from nemo_opd.logging.report import write_report
 from tests.exit_status import exit_status
@@ -59,6 +60,14 @@ class Page(HTMLParser):
         self.loads += [value or "" for name, value in attrs if name in ("src", "srcset", "href", "data", "poster")]
 
 
+@pytest.fixture
+def charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts of few dots, which are sooner drawn."""
+    monkeypatch.setattr(report, "PLOTS", PLOTS)
+    monkeypatch.setattr("nemo_opd.logging.charts._DPI", 30)
+
+
+@pytest.mark.usefixtures("charts")
 def test_the_page_holds_its_figures_and_loads_nothing(tmp_path: Path) -> None:
     write_run(tmp_path, a_run())
     page = write_report(tmp_path, CLOSING)
@@ -161,6 +170,7 @@ def test_each_set_has_its_axes_and_no_share_is_cut() -> None:
     assert low < 12.5 < high
 
 
+@pytest.mark.usefixtures("charts")
 @pytest.mark.parametrize(
     "records",
     [

@@ -126,6 +126,13 @@ def toy(name: str, *, is_sampled: bool = False) -> Toy:
     return Toy(*(PAIRS | SHORTER)[name], is_sampled=is_sampled)
 
 
+@cache
+def listed(name: str, ends: str, *, is_sampled: bool) -> dict[str, list[tuple[int, bool, Cells]]]:
+    """Return the targets of each text's student tokens."""
+    case = toy(name, is_sampled=is_sampled)
+    return {text: list(targets(pieces, ends, *case.merges, case.q)) for text, pieces in case.ours.items()}
+
+
 def gradient(name: str, **settings) -> float:
     """Largest gradient at the exact distribution of the student's tokens, per occurrence of a state."""
     case = toy(name)
@@ -165,11 +172,11 @@ def test_boundaries_alone_and_a_residual_class_are_biased(name: str, settings: d
 @pytest.mark.parametrize("halves", [("drop", "drop"), ("drop", "cover"), ("cover", "drop")])
 def test_halves_of_both_forms_do_not_mix(name: str, halves: tuple[str, str]) -> None:
     """Catches the boundaries of one form with the insides of the other: neither half is right without its own."""
-    case, (student, teacher) = toy(name), toy(name).merges
+    case = toy(name)
     mean: dict[tuple[str, ...], Cells] = defaultdict(lambda: defaultdict(float))
     for text, p in case.texts.items():
-        pieces = tokenize(text, student)
-        at = zip(*(targets(pieces, ends, student, teacher, case.q) for ends in halves), strict=True)
+        pieces = case.ours[text]
+        at = zip(*(listed(name, ends, is_sampled=False)[text] for ends in halves), strict=True)
         for (i, is_boundary, of_boundary), (_, _, of_inside) in at:
             for c, t in (of_boundary if is_boundary else of_inside).items():
                 mean[pieces[:i]][c] += p * t
@@ -183,13 +190,13 @@ def test_halves_of_both_forms_do_not_mix(name: str, halves: tuple[str, str]) -> 
 @pytest.mark.parametrize("ends", ["drop", "cover", "rest"])
 def test_value_equals_the_lists(name: str, ends: str) -> None:
     """Catches a wrong position, cell or weight, with any student, and one that samples unusual spellings."""
-    case = toy(name.removesuffix(", sampled"), is_sampled=name.endswith("sampled"))
-    student, teacher = case.merges
+    name, is_sampled = name.removesuffix(", sampled"), name.endswith("sampled")
+    case = toy(name, is_sampled=is_sampled)
     states = torch.randn(len(case.states), len(case.tokens[0]) + 1, generator=torch.Generator().manual_seed(0)).double()
     log_p, total = states.log_softmax(1).tolist(), 0.0
     for text, weight in case.texts.items():
         pieces = case.ours[text]
-        for i, _, cells in targets(pieces, ends, student, teacher, case.q):
+        for i, _, cells in listed(name, ends, is_sampled=is_sampled)[text]:
             of_state = dict(zip([*case.tokens[0], "begin"], log_p[case.states[pieces[:i]]], strict=True))
             rest = math.fsum(math.exp(p) for token, p in of_state.items() if token not in cells)
             for c, t in cells.items():

@@ -1,7 +1,5 @@
 """Which parts of which models kernels compute, and what happens where they cannot."""
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from nemo_opd.kernels import launch
 from nemo_opd.models.fused_layers import fuse_layers, may_fuse, replace_parts
 from nemo_opd.preflight.model_info import read_model_info
 from tests.kernels import layers
+from tests.kernels.interpreter import interpret
 from tests.models import one_update
 from tests.models.families import FAMILIES, model_of, save
 from tests.models.one_update import cut, train
@@ -132,9 +131,7 @@ def test_true_needs_a_family_that_is_known() -> None:
 
 def errors_on_rank(folders: dict[str, Path]) -> dict[str, dict[str, float]]:
     """Family → what differs between layers with kernels, in Triton's interpreter, and without, cut the same way."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "_C" not in name]:
-        del sys.modules[name]  # it was imported to compile
+    interpret()
     found = {}
     for family, folder in folders.items():
         layout = LAYOUTS[family]

@@ -79,7 +79,7 @@ def curve(plan: Plan, batches: Sequence[Batch]) -> list[dict[str, float]]:
 
 def off_policy(config: RunConfig) -> list[dict[str, float]]:
     plan = preflight(config)
-    return curve(plan, first_batches(plan, 2))
+    return curve(plan, first_batches(plan, 1))
 
 
 def assert_close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
@@ -143,7 +143,7 @@ def test_sampled_sequences_are_asked_about(tiny: Tiny, tmp_path: Path, loss: str
     """
     prompts = on_policy.write_prompts(tmp_path)
     live = on_policy.plan(tiny, prompts, *on_policy.LOSSES[loss])
-    batches = [on_policy.batch_of(live, seed) for seed in range(2)]
+    batches = [on_policy.batch_of(live, 0)]
     with ExitStack() as stack:
         plan = preflight(serve(stack, live.config).served(logprobs))
         assert [teacher.type for teacher in plan.config.teachers] == ["cross_tokenizer", "same_tokenizer"]

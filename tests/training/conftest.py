@@ -16,9 +16,9 @@ from tests.waiting import CLEAN_S
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as Nodes
 
-STEPS = 30
-SAVE_EVERY = 10
-VALIDATE_EVERY = 15
+STEPS = 18
+SAVE_EVERY = 6
+VALIDATE_EVERY = 9
 STUDENT_TIMES = [f"perf/{name}_s" for name in ("handoff", "student_forward", "loss", "student_backward", "optimizer")]
 
 
@@ -38,6 +38,7 @@ def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
             "logging.wandb.enabled=true",
             "logging.wandb.mode=offline",
         ),
+        charts=True,
     )
     run.wait_for_step(1)
     run.processes()

@@ -14,7 +14,7 @@ from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 from tests.training.faulty_rank import die
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-RANK, CALL = 1, 6
+RANK, CALL = 1, 4
 """Of two ranks; and of the batches that they are given."""
 
 

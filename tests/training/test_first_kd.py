@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nemo_opd.config.run import RunConfig, from_dict
-from nemo_opd.demo import model_path
 from nemo_opd.training.step_metrics import first_kd_warnings
 from tests.config.settings import CROSS, SAME, VALID
+from tests.tiny import Tiny
 from tests.training.launch import run_here
 
 VOCAB = 2048
@@ -87,10 +87,13 @@ def test_what_is_not_finite_is_told_elsewhere(kd: float) -> None:
     assert told(config(SAME, {"type": "same_vocab"}), kd) == []
 
 
-def test_a_run_whose_teacher_is_a_copy_of_the_student(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_teacher_is_a_copy_of_the_student(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches a warning that no run gives, or that is repeated."""
-    copy = shutil.copytree(model_path("student"), tmp_path / "copy")
+    copy = shutil.copytree(tiny.student, tmp_path / "copy")
+    others = [override for override in tiny.overrides() if not override.startswith("teachers")]
     teacher = f"[{{name: copy, type: same_tokenizer, model: {copy}, dtype: float32}}]"
-    run_here(tmp_path / "run", ["evaluation=null", "train.max_steps=2", f"teachers={teacher}", "loss=same_vocab"])
+    run_here(tmp_path / "run", [*others, "train.max_steps=2", f"teachers={teacher}", "loss=same_vocab"])
     shown = " ".join(capsys.readouterr().err.split())
     assert shown.count("step 1: train/kd/copy is 0: copy and the student agree") == 1

@@ -144,6 +144,7 @@ def test_a_wrong_path_is_refused_before_heavy_imports(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", SCRIPT, "data.train.arrow_files=/nowhere.arrow"]
     done = subprocess.run(arguments, capture_output=True, text=True)
 
+    assert done.returncode == 1
     assert done.stdout.strip() == "[]"
     *_, error = done.stderr.strip().splitlines()
     assert error == "error: data.train.arrow_files='/nowhere.arrow' does not exist; correct the path"

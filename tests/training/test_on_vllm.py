@@ -42,7 +42,7 @@ def test_a_run_samples_with_vllm(tmp_path: Path) -> None:
             f"rollout.command=[{VENV}/bin/vllm,serve]",
             "rollout.options=[--enforce-eager]",
             "evaluation=null",
-            "train.max_steps=3",
+            "train.max_steps=2",
             "train.global_batch_size=8",
             "train.micro_batch_size=8",
             "train.save_every=null",
