@@ -149,7 +149,8 @@ def _parser(path: Sequence[str] = (), verb: Verb | None = None) -> ArgumentParse
     parser = ArgumentParser(
         PROGRAM,
         description="Distil any set of teacher language models into a student, whatever their tokenizers.",
-        epilog=f"{PROGRAM} VERB --help describes a verb. With no arguments, {PROGRAM} distil runs a demo.\n\n"
+        epilog=f"{PROGRAM} VERB --help describes a verb, and {PROGRAM} help WORD finds settings. With no arguments, "
+        f"{PROGRAM} distil runs a demo.\n\n"
         + "\n".join(("exit statuses:", *(f"  {status:<6}{meaning}" for status, meaning in MEANINGS.items()))),
         formatter_class=RawDescriptionHelpFormatter,
     )

@@ -334,16 +334,17 @@ def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool)
 
 
 def _suggestion(path: list[int | str], value: object, data: Mapping[str, Any], model: type[BaseModel]) -> str:
-    siblings = _keys_at(path[:-1], data, model)
+    siblings, section = _keys_at(path[:-1], data, model), ".".join(map(str, path[:-1]))
     if owners := _types_with_key(path, data, model):
-        section = ".".join(map(str, path[:-1]))
         return f"; it belongs to {section}.type={', '.join(owners)}; write this type, or leave it out"
     if translations := [text for word in (str(path[-1]), *_keys_in_value(value)) for text in translate(word)]:
         return f"; {'; '.join(dict.fromkeys(translations))}"
+    keys = keys_named(str(path[-1]), model)
+    inside = [key for key in keys if key.startswith(f"{section}.")]
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
-    if close:
+    if close and not inside:
         return f"; did you mean {'.'.join(map(str, [*path[:-1], close[0]]))}?"
-    if keys := keys_named(str(path[-1]), model):
+    if keys := inside or keys:
         return f"; did you mean {' or '.join(keys)}?"
     return f"; known here: {', '.join(siblings)}" if siblings else ""
 

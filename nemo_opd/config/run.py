@@ -26,8 +26,8 @@ class RunConfig(RunFields):
     def teachers_have_unique_names(self) -> Self:
         if not self.teachers:
             raise ValueError(
-                "teachers=[]: the list is empty; name at least one teacher, such as teachers=GROUP. To learn only from "
-                "the texts or the rewards, keep the teachers and write loss.kd_weight=0: none is loaded then"
+                "teachers=[]: the list is empty; name at least one teacher, such as teachers=[MODEL]. To learn only "
+                "from the texts or the rewards, keep the teachers and write loss.kd_weight=0: none is loaded then"
             )
         names = [teacher.name for teacher in self.teachers]
         if "student" in names:

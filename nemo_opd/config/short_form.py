@@ -101,6 +101,10 @@ def _source(key: str, texts: Any) -> Any:
         raise ConfigError(f"{key}: {', '.join(names)} are not files of one kind; name files of one kind")
     kind = kinds.pop()
     if kind is None and (has_magic(names[0]) or Path(names[0]).is_file()):
+        if Path(names[0]).suffix in (".csv", ".tsv"):
+            raise ConfigError(
+                f"{key}={names[0]}: tables of text are not read; convert the file to JSON lines or Parquet"
+            )
         forms = ", ".join(f"{key}.{name}={names[0]}" for name in Source.model_fields if name.endswith("_files"))
         raise ConfigError(f"{key}={names[0]}: its suffix does not tell its kind; write one of {forms}")
     source = {"hub": {"path": names[0]}} if kind is None else {kind: names}

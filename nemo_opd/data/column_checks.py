@@ -83,8 +83,8 @@ def _remedy(column: Column, schema: pa.Schema, *, is_first: bool) -> str:
     names = ", ".join(schema.names) or "none"
     if not is_first and column.use != "domain" and not column.setting.startswith("data.validation."):
         return (
-            f" (only {names}), and all training and validation files need the same columns; convert it, or off-policy "
-            "set data.validation.text_key to a column of validation texts"
+            f" (only {names}), and all training and validation files need the same columns; convert it, or, unless the "
+            "run samples, set data.validation.text_key to the column of validation texts"
         )
     if column.use == "teacher":
         return (

@@ -87,7 +87,7 @@ def _parsed(text: bytes) -> Any:
         if b"\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} (column {error.colno})") from error
+        raise ValueError(f"{error.msg} (column {error.pos + 1})") from error
     except UnicodeEncodeError as error:
         reason = "a string has half of a surrogate pair (\\ud800 to \\udfff), which is not a character"
         raise ValueError(reason) from error

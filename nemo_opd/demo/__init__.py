@@ -21,5 +21,5 @@ def model_path(name: str) -> Path:
     names = (*MODEL_NAMES, *ARITHMETIC_MODEL_NAMES)
     if name not in names:
         choices = ", ".join(f"{DEMO_PREFIX}{choice}" for choice in names)
-        raise ModelError(f"model {DEMO_PREFIX}{name} is not a demo model; choose from {choices}")
+        raise ModelError(f"{DEMO_PREFIX}{name}: the demo has no such model; choose from {choices}")
     return Path(__file__).parent / "models" / name

@@ -122,8 +122,11 @@ def teacher_effect(arm: Arm, baseline: Arm | None) -> tuple[str, str]:
         f"{figure(arm.end.per_byte)} bits per byte with it, {figure(baseline.end.per_byte)} without, after "
         f"{arm.end.step:,} steps each (difference {gain.value:+.4f}, 95 % interval {gain.low:+.4f} to {gain.high:+.4f})"
     )
-    if gain.low <= 0 <= gain.high or abs(gain.value) <= _SAME * baseline.end.per_byte:
-        return _UNKNOWN, f"Whether the teacher helped cannot be told: {figures}."
+    reason = "texts disagree" if gain.low <= 0 <= gain.high else None
+    if abs(gain.value) <= _SAME * baseline.end.per_byte:
+        reason = f"rounding may cause differences up to {_SAME:.1%}"
+    if reason is not None:
+        return _UNKNOWN, f"Whether the teacher helped cannot be told, as {reason}: {figures}."
     effect = "helped" if gain.value < 0 else "made it worse"
     return effect, f"The teacher {effect}: {figures}."
 

@@ -135,6 +135,8 @@ class ClosingTable:
 
     before: ClosingRow | None
     after: ClosingRow | None
+    baseline: ClosingRow | None = None
+    """After the same steps without teachers, if such a run is known."""
     teachers: tuple[ClosingRow, ...] = ()
     scores: tuple[ScoreRow, ...] = ()
     """One row for each measure; empty if no questions were asked."""
@@ -146,8 +148,8 @@ class ClosingTable:
 
     @property
     def rows(self) -> tuple[ClosingRow, ...]:
-        """Available rows: student before, student after, teachers."""
-        return tuple(row for row in (self.before, self.after, *self.teachers) if row is not None)
+        """Available rows: student before, after, and after the run without teachers, then the teachers."""
+        return tuple(row for row in (self.before, self.after, self.baseline, *self.teachers) if row is not None)
 
     @property
     def shown_scores(self) -> list[ScoreRow]:

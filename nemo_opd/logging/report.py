@@ -102,9 +102,9 @@ def _course(provenance: Provenance | None, records: Records) -> Iterable[tuple[s
     steps = int(records[-1]["step"]) if records else 0
     total = None if provenance is None else provenance.total_steps
     if total is not None and steps < total:
-        yield "status", f"not complete, step {steps:,} of {total:,}"
+        yield "status", f"not finished, step {steps:,} of {total:,}"
     else:
-        yield "status", f"complete, {steps:,} step{'' if steps == 1 else 's'}"
+        yield "status", f"finished, {steps:,} step{'' if steps == 1 else 's'}"
 
 
 def _result_tiles(closing: ClosingTable) -> Iterable[_Tile]:

@@ -61,7 +61,10 @@ def check_folder(reference: str, *, key: str) -> None:
     A hub name passes if the hub can be reached or has been read before, and so does a teacher cache, which has no
     weights.
     """
-    folder = Path(demo_folder(reference))
+    try:
+        folder = Path(demo_folder(reference))
+    except ModelError as error:
+        raise ModelError(f"{key}={error}") from error
     if folder.is_file():
         raise ModelError(f"{key}={reference}: it is {_kind_of_file(folder)}, and not a folder; {_WHOLE_FOLDER}")
     if not folder.is_dir():

@@ -178,16 +178,16 @@ def _choices(plan: Plan) -> dict[str, str]:
     """Return what the run's settings come to, by heading."""
     config = plan.config
     optimizer, loss, rollout = config.student.optimizer, config.loss, config.rollout
-    names = [_loss_name(config.term(i)) for i in range(len(config.active_teachers))]
-    if isinstance(loss, GRPOLoss) or not names:
-        names.insert(0, _loss_name(loss))
-    weights = f"{', '.join(dict.fromkeys(names))}, KD weight {loss.kd_weight:g}"
+    terms: list[Loss | LossTerm] = [config.term(i) for i in range(len(config.active_teachers))]
+    if isinstance(loss, GRPOLoss):
+        terms.insert(0, loss)
+    losses = [*dict.fromkeys(map(_loss_name, terms)), *[f"KD weight {loss.kd_weight:g}"] * bool(terms)]
     if rollout is None or rollout.on_policy_share < 1:  # sampled tokens have no cross-entropy
-        weights += f", cross-entropy weight {loss.ce_weight:g}"
+        losses.append(f"cross-entropy weight {loss.ce_weight:g}")
     choices = {
         "steps": f"{plan.total_steps:,}, {_about(plan)}{plan.total_steps / plan.steps_per_epoch:.3g} epochs",
         "learning rate": f"{optimizer.lr:g}, {optimizer.type}, {config.student.scheduler.type}",
-        "loss": weights,
+        "loss": ", ".join(losses),
     }
     if rollout is not None:
         choices["samples"] = f"{rollout.n} of each prompt, up to {rollout.max_new_tokens:,} tokens each"

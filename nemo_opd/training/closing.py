@@ -58,26 +58,38 @@ def closing_table(
         for teacher in config.active_teachers
         if (shared := start.get(f"{SHARED_BITS_PER_BYTE}/{teacher.name}")) is not None
     ]
+    baseline_run = baseline_folder(config, folder)
+    arm = _arm(folder, "this run", steps)
+    baseline = None if baseline_run is None else _arm(baseline_run, str(baseline_run))
     closing = ClosingTable(
         before=student(STUDENT_BEFORE, start),
         after=student(STUDENT_AFTER, end, f"{steps} steps"),
+        baseline=_baseline_row(arm, baseline),
         teachers=tuple(teachers),
         scores=_scores_at(config, folder, None if is_end else steps),
     )
-    return replace(closing, verdict=_verdict(config, folder, closing, steps))
+    return replace(closing, verdict=_verdict(config, folder, closing, steps, arm, baseline))
 
 
-def _verdict(config: RunConfig, folder: Path, closing: ClosingTable, steps: int) -> Verdict:
+def _baseline_row(arm: Arm, baseline: Arm | None) -> ClosingRow | None:
+    """Return the row of the run without teachers, if it was validated on the same texts."""
+    if arm.end is None or baseline is None or baseline.end is None or arm.end.num_bytes != baseline.end.num_bytes:
+        return None
+    return ClosingRow("student without teachers", baseline.end.per_byte, f"{baseline.end.step} steps")
+
+
+def _verdict(
+    config: RunConfig, folder: Path, closing: ClosingTable, steps: int, arm: Arm, baseline: Arm | None
+) -> Verdict:
     records = [record for record in read(folder / "metrics.jsonl") if record["step"] <= steps]
-    provenance, baseline = read_provenance(folder), baseline_folder(config, folder)
+    provenance = read_provenance(folder)
     models = () if provenance is None else provenance.models
     setup = Setup(
         config.active_names,
         {model.name: model.parameters for model in models if model.parameters is not None},
         None if provenance is None else provenance.num_texts,
     )
-    arm = _arm(folder, "this run", steps)
-    return judge(closing, records, setup, arm, None if baseline is None else _arm(baseline, str(baseline)))
+    return judge(closing, records, setup, arm, baseline)
 
 
 def baseline_folder(config: RunConfig, folder: Path) -> Path | None:

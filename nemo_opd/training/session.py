@@ -287,7 +287,7 @@ class Session:
 
     def _validate_all(self) -> dict[str, float]:
         """Validate student and teachers and return `val/*`."""
-        self.loggers.phase("validating the student and its teachers")
+        self.loggers.phase("validating the student" + (" and its teachers" if self.config.active_teachers else ""))
         values = self.validate()
         self.continue_texts()
         metrics = validate_teachers(self.models, self._validation_batches("validating the teachers"))

@@ -196,6 +196,8 @@ def step_times(spans: Mapping[str, float], student: Metrics, teachers: Mapping[s
     times = {"perf/data_wait_s": 0.0} | {f"perf/{span}": seconds for span, seconds in spans.items()}
     if teachers:
         times.setdefault("perf/teacher_s", max(teachers.values()))
+    else:
+        times.pop("perf/teacher_s", None)
     times |= {f"perf/teacher_s/{name}": seconds for name, seconds in teachers.items()}
     for name, metric in student.items():
         if name.startswith(PHASE):

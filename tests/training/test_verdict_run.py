@@ -33,7 +33,9 @@ def test_baseline_is_the_same_run_without_teachers(tiny: Tiny, tmp_path: Path) -
     assert baseline[0]["val/bits_per_byte"] == both[0]["val/bits_per_byte"]
     assert baseline[1]["train/ce"] == both[1]["train/ce"]
     assert "train/kd" not in baseline[1]
-    assert "steps each" in (tmp_path / "both" / "report" / "report.html").read_text()
+    page = (tmp_path / "both" / "report" / "report.html").read_text()
+    assert "steps each" in page
+    assert "student without teachers" in page
 
 
 def test_an_interrupted_baseline_is_continued_by_the_run(tiny: Tiny, tmp_path: Path, monkeypatch) -> None:
