@@ -107,6 +107,8 @@ def _source(key: str, texts: Any) -> Any:
             )
         forms = ", ".join(f"{key}.{name}={names[0]}" for name in Source.model_fields if name.endswith("_files"))
         raise ConfigError(f"{key}={names[0]}: its suffix does not tell its kind; write one of {forms}")
+    if kind is None and names[0].startswith(("/", "./", "../")) and not Path(names[0]).exists():
+        raise ConfigError(f"{key}={names[0]}: there is no such file or folder; check the path")
     source = {"hub": {"path": names[0]}} if kind is None else {kind: names}
     return dict.fromkeys(Source.model_fields) | source  # replaces a source of another kind when merged
 

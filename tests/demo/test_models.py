@@ -25,7 +25,7 @@ def test_references() -> None:
     assert is_demo("demo:student")
     assert not is_demo("student")
     assert not is_demo("org/demo:student")
-    with pytest.raises(ModelError, match=r"demo:big .*demo:student, demo:teacher_same, demo:teacher_cross"):
+    with pytest.raises(ModelError, match=r"demo:big: .*demo:student, demo:teacher_same, demo:teacher_cross"):
         model_path("big")
 
 
