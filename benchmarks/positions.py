@@ -9,8 +9,8 @@ written after each loss, and a loss with a result is not repeated.
 
 import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from statistics import mean
@@ -32,6 +32,9 @@ TEACHERS = {
 }
 EVERYWHERE = {"type": "byte_prefix", "positions": "all"}
 CONTROL = "cross-entropy alone"
+TOTAL = "val/shared_bits_per_byte/cross"
+COMPARED = ("val/shared_bits_per_byte", "val/chunk/cross/")
+"""Beginnings of metrics."""
 GRADIENTS_EVERY = 6
 """Steps between two comparisons of KD's gradient with cross-entropy's."""
 LOSSES: dict[str, dict[str, object]] = {
@@ -63,6 +66,8 @@ class Measured:
     """
     cosines: list[float]
     """Cosine between the two gradients, likewise."""
+    start: dict[str, float] = field(default_factory=dict)
+    """Bits per byte of the student before training and of the teacher, over all validation texts and by chunk."""
 
 
 def measure(config: RunConfig, teacher: str, loss: str, seeds: int, folder: Path) -> Measured:
@@ -73,7 +78,9 @@ def measure(config: RunConfig, teacher: str, loss: str, seeds: int, folder: Path
         data["loss"] = LOSSES[loss]
         data["logging"]["gradients_every"] = None if loss == CONTROL else GRADIENTS_EVERY
         measured.bits_per_byte.append(trained(from_dict(data), loss, output, None).bits_per_byte)
-        if compared := [record for record in read(output / "metrics.jsonl") if "train/kd_ce_cosine" in record]:
+        start, *_ = records = read(output / "metrics.jsonl")
+        measured.start.update({key: start[key] for key in start if key.startswith(COMPARED)})
+        if compared := [record for record in records if "train/kd_ce_cosine" in record]:
             measured.norms.append(mean(step["train/kd_grad_norm"] / step["train/ce_grad_norm"] for step in compared))
             measured.cosines.append(mean(step["train/kd_ce_cosine"] for step in compared))
     return measured
@@ -94,6 +101,7 @@ def report(runs: list[Measured], about: str) -> str:
             "",
             f"## A teacher with {teacher}",
             "",
+            *starts(next((run.start for run in of_teacher if TOTAL in run.start), {})),
             "| loss | bits per byte | to cross-entropy | KD's gradient: norm | cosine |",
             "|---|---|---|---|---|",
         ]
@@ -103,6 +111,21 @@ def report(runs: list[Measured], about: str) -> str:
             gradients = " | ".join(f"{mean(values):.2f}" if values else "–" for values in (run.norms, run.cosines))
             lines.append(f"| {run.loss} | {plain(comparison.mean)} | {difference} | {gradients} |")
     return "\n".join(lines) + "\n"
+
+
+def starts(figures: Mapping[str, float]) -> Iterator[str]:
+    """Yield lines on the student before training and the teacher."""
+    parts = {"all": "val/shared_bits_per_byte"}
+    parts |= {kind: f"val/chunk/cross/{kind}/shared_bits_per_byte" for kind in ("1:1", "1:n", "n:1", "n:m")}
+    compared = [
+        f"{name} {figures[key]:.3f} and {figures[f'{key}/cross']:.3f}"
+        for name, key in parts.items()
+        if f"{key}/cross" in figures
+    ]
+    if compared:
+        yield "Bits per byte of the student before training and of the teacher, by chunk (student tokens : teacher tokens): "
+        yield f"{', '.join(compared)}."
+        yield ""
 
 
 def sentence(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> str:
