@@ -123,7 +123,7 @@ def starts(figures: Mapping[str, float]) -> Iterator[str]:
         if f"{key}/cross" in figures
     ]
     if compared:
-        yield "Bits per byte of the student before training and of the teacher, by chunk (student tokens : teacher tokens): "
+        yield "Bits per byte of the student before training and of the teacher, by chunk (student tokens : teacher's): "
         yield f"{', '.join(compared)}."
         yield ""
 
