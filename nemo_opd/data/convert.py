@@ -34,6 +34,8 @@ _MAX_THREADS = 8
 _CHUNKS_AT_A_TIME = 64
 """Chunks of a column that a thread validates at a time."""
 _DESCRIPTION = "dataset_info.json"
+_JSON_ROWS = "json_rows"
+"""Format of `JsonRows`."""
 _UNFINISHED = ".incomplete"
 """Suffix of a folder that a process is still writing."""
 _LOCK = "_builder.lock"
@@ -65,7 +67,7 @@ def read_jsonl(paths: list[Path], layout: Layout, key: str) -> Read:
         origin = of_lines(files)
         with reading(key, *paths, way_out="check that all files are complete"):
             dataset = convert(
-                "json_rows",
+                _JSON_ROWS,
                 files,
                 list(columns),
                 f"{key}={summarize(paths)}",
@@ -139,7 +141,9 @@ def convert(
     # `datasets` takes paths as glob patterns; these are file names.
     files = {"train": [glob.escape(str(path)) for path in paths]}
     with _quiet(), writing(_cache_folder(), _CACHE_VARIABLE):
-        open_builder = _BUILDERS.get(format, partial(datasets.load_dataset_builder, format))
+        open_builder: Callable[..., datasets.DatasetBuilder] = partial(datasets.load_dataset_builder, format)
+        if format == _JSON_ROWS:  # without this name `datasets` would name its folders after this module
+            open_builder = partial(JsonRows, dataset_name=_JSON_ROWS)
         builder = retry_after_repair(partial(open_builder, data_files=files, **options), format)
         await_turn(Path(f"{builder.cache_dir}{_LOCK}"), _CACHE_VARIABLE)
         mode = "reuse_dataset_if_exists"
@@ -335,8 +339,3 @@ class JsonRows(datasets.ArrowBasedBuilder):
 
 
 _json = partial(json.dumps, ensure_ascii=False)
-_BUILDERS: dict[str, Callable[..., datasets.DatasetBuilder]] = {
-    # Without this name `datasets` would name its folders after this module.
-    "json_rows": partial(JsonRows, dataset_name="json_rows")
-}
-"""Builders keyed by format, beyond those of `datasets`."""

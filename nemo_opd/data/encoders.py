@@ -184,7 +184,6 @@ class ChatEncoder:
 
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer
-    pieces: Pieces
     lengths: NDArray[np.int32]
     """[V]: bytes of text per id, 0 for special tokens (methods.md §1.1)."""
     max_length: int
@@ -203,11 +202,10 @@ class ChatEncoder:
 
         Raises AlignmentError if tokens lack exact bytes or the tokenizer has no chat template.
         """
-        pieces = pieces_of(tokenizer)
-        lengths = pieces.lengths[:vocab_size]
+        lengths = pieces_of(tokenizer).lengths[:vocab_size]
         renderer = ChatRenderer(tokenizer, template_kwargs=template_kwargs, turns=turns)
         identity = (fingerprint(tokenizer), renderer.identity, max_length, len(lengths))
-        return cls(tokenizer, renderer, pieces, lengths, max_length, identity)
+        return cls(tokenizer, renderer, lengths, max_length, identity)
 
     def __call__(self, conversation: Conversation) -> ChatTokens:
         """Tokenize the full conversation.

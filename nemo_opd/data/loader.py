@@ -218,22 +218,18 @@ class _Thread(Generic[_Result]):
     def __init__(self, source: SampleSource[_Result], order: _Order[_Result], state: State) -> None:
         self._reading = _ThreadReader(source)
         self._executor = ThreadPoolExecutor(1, "data")
-        self._drawn = order.draws(state, map(self._reading, order.reads(state)))
-        self._ahead = self._executor.submit(self._make)
+        self._batches = map(_collated, order.draws(state, map(self._reading, order.reads(state))))
+        self._ahead = self._executor.submit(next, self._batches)
 
     def next(self) -> tuple[Batch, State]:
         batch = self._ahead.result()
-        self._ahead = self._executor.submit(self._make)
+        self._ahead = self._executor.submit(next, self._batches)
         return batch
 
     def close(self) -> None:
         """Wait for the document being read, and end the thread."""
         self._reading.is_closed = True
         self._executor.shutdown(cancel_futures=True)
-
-    def _make(self) -> tuple[Batch, State]:
-        drawn = next(self._drawn)
-        return _collated(drawn), drawn.state
 
 
 class _ThreadReader(Generic[_Result]):
@@ -263,12 +259,11 @@ class _Workers(Generic[_Result]):
 
     def __init__(self, source: SampleSource[_Result], order: _Order[_Result], state: State, num_workers: int) -> None:
         self._reads = _WorkerReads(source, order.reads(state), num_workers)
-        self._drawn = order.draws(state, self._reads)
+        # Collate here, not in workers: unpadded arrays go through a pipe, padded tensors through shared memory.
+        self._batches = map(_collated, order.draws(state, self._reads))
 
     def next(self) -> tuple[Batch, State]:
-        # Collate here, not in workers: unpadded arrays go through a pipe, padded tensors through shared memory.
-        drawn = next(self._drawn)
-        return _collated(drawn), drawn.state
+        return next(self._batches)
 
     def close(self) -> None:
         self._reads.close()
@@ -304,11 +299,9 @@ class _WorkerReads(Iterator[list[_Result]]):
             worker.join()
 
 
-def _collated(drawn: Drawn) -> Batch:
+def _collated(drawn: Drawn) -> tuple[Batch, State]:
     batch = collate(drawn.samples)
-    if drawn.rows is None:
-        return batch
-    return replace(batch, row=row_ids(drawn.rows))
+    return batch if drawn.rows is None else replace(batch, row=row_ids(drawn.rows)), drawn.state
 
 
 def _identity(results: list[_Result]) -> list[_Result]:

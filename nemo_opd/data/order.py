@@ -40,8 +40,6 @@ class Drawn:
     samples: list[Sample]
     rows: list[int] | None
     """Number of samples in each row; None if each sample is a row."""
-    epoch: int
-    """Counted from 0."""
     state: State
     """Position after the batch."""
 
@@ -118,8 +116,7 @@ class BatchOrder(_DocumentOrder):
     def draws(self, state: State, results: Iterator[list[Sample]]) -> Iterator[Drawn]:
         """Yield the batches from a position on. results: a sample for each document of `reads`."""
         for number, samples in enumerate(results, state["num_batches"] + 1):
-            after = self.place(number)
-            yield Drawn(samples, None, self.epoch_at(after), after)
+            yield Drawn(samples, None, self.place(number))
 
     def starting_at(self, position: int) -> Iterator[list[int]]:
         """Yield the document indices of batch `position` and of all later ones."""
@@ -192,7 +189,7 @@ class PackedOrder(_DocumentOrder):
                     number += 1
                     after = self._place(number, block.epoch, *((following, 0) if is_last else (block, i + 1)))
                     samples = [sample for row in batch for sample in row]
-                    yield Drawn(samples, [len(row) for row in batch], block.epoch, after)
+                    yield Drawn(samples, [len(row) for row in batch], after)
                     batch = []
             block, num_drawn = following, 0
 

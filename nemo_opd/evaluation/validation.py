@@ -18,6 +18,7 @@ from torch import Tensor
 from nemo_opd.alignment.pieces import Pieces
 from nemo_opd.logging.metrics import merge
 from nemo_opd.logits.planned import UnitLossRecorder
+from nemo_opd.losses.arguments import chunk_lengths
 from nemo_opd.losses.metrics import AccuracyRecorder, with_calibration_error
 from nemo_opd.losses.position_targets import POSITION_KINDS, position_kinds
 from nemo_opd.types import Batch, Mean, Metric, PerText, Rows, Sum, TeacherRows, TokenRows
@@ -229,21 +230,13 @@ def _stretch_classes(batch: Batch, token_classes: Tensor) -> Tensor:
 
 def _chunk_kinds(student: Tensor, teacher: Tensor) -> Tensor:
     """Return the kind of each student token's chunk: chunk ids [B, S] and [B, T] → int64 [B, S]."""
-    m, n = _members(student, student), _members(teacher, student)
+    m, n = chunk_lengths(student, student), chunk_lengths(teacher, student)
     kinds = torch.full_like(m, _N_TO_M)
     kinds[(m > 1) & (n == 1)] = _N_TO_ONE
     kinds[(m == 1) & (n > 1)] = _ONE_TO_N
     kinds[(m == 1) & (n == 1)] = _ONE_TO_ONE
     kinds[(student < 0) | (n == 0)] = _UNALIGNED
     return kinds
-
-
-def _members(chunks: Tensor, queries: Tensor) -> Tensor:
-    """Count the tokens in each queried chunk: ids [B, T] and [B, S] → int64 [B, S]; meaningless for −1."""
-    size = 2 + int(torch.cat([chunks, queries], 1).max())
-    counts = torch.zeros(len(chunks), size, dtype=torch.int64)
-    counts.scatter_add_(1, chunks.long() + 1, torch.ones_like(chunks, dtype=torch.int64))
-    return counts.gather(1, queries.long() + 1)
 
 
 def _at_teacher(labels: Tensor, rows: TeacherRows) -> Tensor:

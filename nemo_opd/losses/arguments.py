@@ -170,8 +170,8 @@ def _chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> list[Ten
     return [
         row * student_chunk_id.shape[1] + position - 1,
         row * teacher_chunk_id.shape[1] + teacher_position[row, position] - 1,
-        _chunk_lengths(student_chunk_id, student_chunk_id)[row, position],
-        _chunk_lengths(teacher_chunk_id, student_chunk_id)[row, position],
+        chunk_lengths(student_chunk_id, student_chunk_id)[row, position],
+        chunk_lengths(teacher_chunk_id, student_chunk_id)[row, position],
     ]
 
 
@@ -195,7 +195,7 @@ def chunk_starts(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> tuple[Te
     return is_unit, teacher_position
 
 
-def _chunk_lengths(chunk_id: Tensor, queries: Tensor) -> Tensor:
+def chunk_lengths(chunk_id: Tensor, queries: Tensor) -> Tensor:
     """Count the tokens of queried chunks: ids [B, T], queries [B, S] → int64 [B, S]; meaningless for queries of −1."""
     highest, chunks = chunk_id.long().cummax(1).values, queries.long().contiguous()
     aligned_before = F.pad((chunk_id >= 0).cumsum(1), (1, 0))

@@ -327,6 +327,15 @@ def offsets_of(lengths: Tensor) -> list[int]:
     return list(accumulate(to_list(lengths), initial=0))
 
 
+def places_of_runs(begin: Tensor, lengths: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
+    """List the places begin, …, begin + length − 1 of runs: int64 [r] and [r] → each place's run, and the place, [p].
+
+    num_places: the sum of the lengths.
+    """
+    run = torch.arange(len(begin), device=begin.device).repeat_interleave(lengths, output_size=num_places)
+    return run, torch.arange(num_places, device=begin.device) + (begin - (lengths.cumsum(0) - lengths))[run]
+
+
 def segments_reduced(reduce: str, values: Tensor, lengths: Tensor) -> Tensor:
     """Reduce consecutive segments of rows in a fixed order: [R, …] and lengths [U] → [U, …]."""
     return torch.segment_reduce(values, reduce, lengths=lengths, axis=0, unsafe=True)

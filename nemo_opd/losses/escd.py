@@ -19,7 +19,14 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import next_tokens, over
 from nemo_opd.losses.cells import CommonCells, common_cells_term
-from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, ChunkPositions, offsets_of, segments_log_sum_exp
+from nemo_opd.losses.chunk_loss import (
+    ChunkArguments,
+    ChunkInputs,
+    ChunkPositions,
+    offsets_of,
+    places_of_runs,
+    segments_log_sum_exp,
+)
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.piece_tree import token_bytes
 from nemo_opd.losses.prefixes import ADD_MAPS
@@ -208,35 +215,20 @@ class CompletionUnits:
         span = self.pairs.span(part)
         pair, sets = self.pairs.rows[span], self.sets
         unit = self.pairs.repeated(torch.arange(part.stop - part.start, device=log_p.device), part)
-        groups = _Runs(sets.teacher_tokens, sets.member_begin[pair], sets.num_members[pair])
-        completions = _Runs(sets.student_tokens, sets.completion_begin[pair], sets.num_completions[pair])
+        groups = sets.teacher_tokens, sets.member_begin[pair], sets.num_members[pair]
+        completions = sets.student_tokens, sets.completion_begin[pair], sets.num_completions[pair]
         num_members, num_completions = (
             offsets[span.stop] - offsets[span.start] for offsets in (self.member_offsets, self.completion_offsets)
         )
-        mass = groups.log_mass(log_q, unit, num_members).exp()
-        log_completed = completions.log_mass(log_p, unit, num_completions)
+        mass = _log_masses(log_q, unit, *groups, num_members).exp()
+        log_completed = _log_masses(log_p, unit, *completions, num_completions)
         return -self.pairs.sum(mass * log_completed, part)
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Runs of consecutive tokens of a list."""
+def _log_masses(log_p: Tensor, unit: Tensor, tokens: Tensor, begin: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
+    """Sum the probabilities of r runs of consecutive `tokens` [X], each in its unit's row: [u, V] → logs [r].
 
-    tokens: Tensor
-    """int64 [X]"""
-    begin: Tensor
-    """int64 [r]"""
-    length: Tensor
-    """int64 [r]"""
-
-    def log_mass(self, log_p: Tensor, unit: Tensor, num_tokens: int) -> Tensor:
-        """Sum the probabilities of each run in its unit's row: log-probabilities [u, V] and units [r] → logs [r].
-
-        num_tokens: the sum of the lengths.
-        """
-        run = torch.arange(len(self.begin), device=log_p.device)
-        run = run.repeat_interleave(self.length, output_size=num_tokens)
-        before = self.length.cumsum(0) - self.length
-        place = torch.arange(num_tokens, device=log_p.device) + (self.begin - before)[run]
-        values = log_p[unit[run], self.tokens[place]]
-        return segments_log_sum_exp(values.unsqueeze(1), self.length).squeeze(1)
+    unit, begin, lengths: int64 [r]. num_tokens: the sum of the lengths.
+    """
+    run, place = places_of_runs(begin, lengths, num_tokens)
+    return segments_log_sum_exp(log_p[unit[run], tokens[place]].unsqueeze(1), lengths).squeeze(1)

@@ -63,9 +63,8 @@ class Fused(Generic[_Parameters, _Result]):
         return self._compiled(*args, **kwargs)
 
 
-def fused(function: Callable[_Parameters, _Result]) -> Fused[_Parameters, _Result]:
-    """Compile a function if `kernels.launch.compiling` says so, by default on GPUs."""
-    return Fused(function)
+fused = Fused
+"""Decorator of such functions."""
 
 
 def taken_once(rows: UnitRows) -> UnitRows:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.losses.arguments import ChunkUnits, chunk_units, next_tokens
-from nemo_opd.losses.chunk_loss import ChunkPositions, offsets_of, segments_log_sum_exp, segments_reduced
+from nemo_opd.losses.chunk_loss import (
+    ChunkPositions,
+    offsets_of,
+    places_of_runs,
+    segments_log_sum_exp,
+    segments_reduced,
+)
 from nemo_opd.losses.piece_tree import PieceTree
 
 if TYPE_CHECKING:
@@ -281,9 +287,8 @@ def child_masses(
     position = torch.arange(positions.stop - positions.start, device=row.device)
     position = position.repeat_interleave(nodes.runs.lengths[positions], output_size=len(run))
     length = tree.run_length[run]
-    run_of_token = torch.arange(len(run), device=row.device).repeat_interleave(length, output_size=num_tokens)
-    place = torch.arange(num_tokens, device=row.device) - (length.cumsum(0) - length)[run_of_token]
-    token = tree.order[tree.run_begin[run][run_of_token] + place]
+    run_of_token, place = places_of_runs(tree.run_begin[run], length, num_tokens)
+    token = tree.order[place]
     position_of_token = position[run_of_token]
     log_p = logits[row[position_of_token], token]
     log_kept = torch.where(token == shares.token[position_of_token], shares.log_share[position_of_token], 0)

@@ -34,7 +34,7 @@ from nemo_opd.data.record import (
     texts_hash,
 )
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
-from nemo_opd.data.samples import HasIdentity, SameTokenizer, Sample, SampleMaker, WindowMaker
+from nemo_opd.data.samples import HasIdentity, Maker, SameTokenizer, Sample, SampleMaker, WindowMaker
 from nemo_opd.data.text import TextSampleMaker, TextWindowMaker
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.preflight.model_info import ModelInfo
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _Reader = TypeVar("_Reader")
 _IdentifiedReader = TypeVar("_IdentifiedReader", bound=HasIdentity)
-_Make = TypeVar("_Make", bound=HasIdentity)
+_Made = TypeVar("_Made", Sample, tuple[Sample, ...])
 _BLOCK_ROWS = 256
 """Documents read at a time: when looking for a conversation with an answer, usually the first has one."""
 
@@ -200,7 +200,7 @@ def build_sample_maker(
     maker: SampleMaker = make(config, student, teachers)
     if config.data.cache:
         maker = CachedSampleMaker(maker)
-    return maker if config.routing is None else _RoutedSampleMaker(maker, config.active_names)
+    return maker if config.routing is None else _RoutedMaker(maker, config.active_names)
 
 
 def _build_window_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> WindowMaker:
@@ -208,7 +208,7 @@ def _build_window_maker(config: RunConfig, student: ModelInfo, teachers: Sequenc
     maker: WindowMaker = TextWindowMaker(_text_sample_maker(config, student, teachers))
     if config.data.cache:
         maker = CachedWindowMaker(maker)
-    return maker if config.routing is None else _RoutedWindowMaker(maker, config.active_names)
+    return maker if config.routing is None else _RoutedMaker(maker, config.active_names)
 
 
 def build_rollout_sample_maker(
@@ -320,27 +320,18 @@ def _same_tokenizer(config: RunConfig, i: int, student: ModelInfo, teachers: Seq
     return SameTokenizer(tuple(sorted(missing)), next(readable, 0))
 
 
-class _RoutedMaker(Generic[_Make]):
-    """Base class of makers for routed documents; samples that `make` caches do not depend on the teacher."""
+class _RoutedMaker(Generic[_Made]):
+    """A maker for routed documents; samples that `make` caches do not depend on the teacher."""
 
-    def __init__(self, make: _Make, teachers: Sequence[str]) -> None:
-        self.make, self._teachers = make, tuple(teachers)
+    def __init__(self, make: Maker[_Made], teachers: Sequence[str]) -> None:
+        self._make: Maker[_Made] = make
+        self._teachers = tuple(teachers)
         self.identity = f"routed {self._teachers} {make.identity}"
 
-    def route(self, document: Document) -> tuple[Document, int]:
-        """Return a document's content and the index of its teacher."""
+    def __call__(self, document: Document) -> _Made:
         assert isinstance(document, Routed)
         # `require_content` has rejected data with unknown teachers.
-        return document.content, self._teachers.index(document.teacher)
-
-
-class _RoutedSampleMaker(_RoutedMaker[SampleMaker]):
-    def __call__(self, document: Document) -> Sample:
-        content, teacher = self.route(document)
-        return replace(self.make(content), route=teacher)
-
-
-class _RoutedWindowMaker(_RoutedMaker[WindowMaker]):
-    def __call__(self, document: Document) -> tuple[Sample, ...]:
-        content, teacher = self.route(document)
-        return tuple(replace(sample, route=teacher) for sample in self.make(content))
+        made, teacher = self._make(document.content), self._teachers.index(document.teacher)
+        if isinstance(made, Sample):
+            return replace(made, route=teacher)
+        return tuple(replace(sample, route=teacher) for sample in made)

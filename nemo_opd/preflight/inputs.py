@@ -62,7 +62,9 @@ def _checks(config: RunConfig) -> Iterator[Callable[[], object]]:
         yield partial(require_hub, f"run.push_to_hub.repo={push.repo}")
     if not config.run.dry_run:  # a dry run may plan for a machine with other programs
         yield partial(require_installed, config.rollout)
-    yield from _data_checks(config)
+    yield partial(_check_files, config)
+    yield partial(_check_reward, config)
+    yield lambda: check_sets(sets_of(config))
     if isinstance(config.run.baseline, Path):
         yield partial(_check_baseline, config, config.run.baseline)
 
@@ -163,12 +165,6 @@ def _check_projection(path: str, key: str) -> None:
         raise ProjectionError(
             f"{key}: cannot read the projection {path}: {reason}; correct the path, or write projection: auto"
         ) from error
-
-
-def _data_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
-    yield partial(_check_files, config)
-    yield partial(_check_reward, config)
-    yield lambda: check_sets(sets_of(config))
 
 
 def _check_files(config: RunConfig) -> None:

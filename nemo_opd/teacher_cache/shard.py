@@ -176,11 +176,6 @@ class CacheManifest:
     """is_served: longest sequence that the servers accepted, if they reported one."""
     version: int = _MANIFEST_VERSION
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it holds full distributions."""
-        return self.form == "hidden_states" or self.top_k >= self.vocab_size
-
 
 _MANIFEST = TypeAdapter(CacheManifest)
 

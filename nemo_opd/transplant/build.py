@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -238,7 +239,8 @@ def transplant(
         )
 
     with new_folder(target) as folder:
-        left_out = rewrite(skeleton, model, folder, weights, _NewRows(rows, num_rows, weights, random, seed))
+        renewed = partial(_renewed, rows, num_rows, weights, random, seed)
+        left_out = rewrite(skeleton, model, folder, weights, renewed)
         ids = _NewIds(new, rows)
         left_out += _write_generation_config(model, folder, ids)
         _write_config(config, folder, num_rows, type(skeleton).__name__, ids)
@@ -263,30 +265,27 @@ def transplant(
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class _NewRows:
-    """Function from an old matrix or bias to the new one."""
+def _renewed(
+    rows: RowMap,
+    num_rows: int,
+    weights: VocabularyWeights,
+    random: Random | None,
+    seed: int,
+    parameter: str,
+    old: Tensor,
+) -> Tensor:
+    """Return the new matrix or bias.
 
-    rows: RowMap
-    num_rows: int
-    weights: VocabularyWeights
-    random: Random | None
-    seed: int
-
-    def __call__(self, parameter: str, old: Tensor) -> Tensor:
-        if self.random == "all":
-            return self._draw(parameter, old)
-        new = mapped(old, self.rows, self.num_rows)
-        if self.random == "unmatched":
-            is_unmatched = torch.ones(self.num_rows, dtype=torch.bool)
-            is_unmatched[: len(self.rows)] = torch.from_numpy(~np.isin(self.rows.kinds, (EXACT, ROLE)))
-            new[is_unmatched] = self._draw(parameter, old)[is_unmatched]
-        return new
-
-    def _draw(self, parameter: str, old: Tensor) -> Tensor:
-        """Draw with a separate seed for the embeddings; a stored copy of a tied head gets the same rows."""
-        is_embedding = parameter == self.weights.embeddings or (self.weights.is_tied and parameter == self.weights.head)
-        return drawn(old, self.rows, self.num_rows, 2 * self.seed + (not is_embedding))
+    The embeddings are drawn with a separate seed; a stored copy of a tied head gets the same rows.
+    """
+    if random is None:
+        return mapped(old, rows, num_rows)
+    is_embedding = parameter == weights.embeddings or (weights.is_tied and parameter == weights.head)
+    new = drawn(old, rows, num_rows, 2 * seed + (not is_embedding))
+    if random == "unmatched":
+        matched = torch.from_numpy(np.flatnonzero(np.isin(rows.kinds, (EXACT, ROLE))))
+        new[matched] = mapped(old, rows, num_rows)[matched]
+    return new
 
 
 class _NewIds:

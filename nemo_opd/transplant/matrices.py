@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -248,9 +248,15 @@ def vocabulary_weights(model: PreTrainedModel, reference: str, *, key: str) -> V
 
 
 def rewrite(
-    model: PreTrainedModel, reference: str, folder: Path, weights: VocabularyWeights, renew: _Renew
+    model: PreTrainedModel,
+    reference: str,
+    folder: Path,
+    weights: VocabularyWeights,
+    renew: Callable[[str, Tensor], Tensor],
 ) -> list[str]:
     """Write the weights into `folder`, with `renew` applied to the vocabulary's; return the names of omitted tensors.
+
+    renew: function from a parameter's name and old value to its new value.
 
     Tensors that the model on meta does not have are omitted, for example all but the text part of a multimodal
     checkpoint. File names and dtypes stay the same. Holds one file's tensors at a time. Raises ModelError if the
@@ -287,9 +293,3 @@ def rewrite(
         index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return left_out
-
-
-class _Renew(Protocol):
-    """Function from a parameter's name and old value to its new value."""
-
-    def __call__(self, parameter: str, old: Tensor, /) -> Tensor: ...
