@@ -34,7 +34,7 @@ EVERYWHERE = {"type": "byte_prefix", "positions": "all"}
 CONTROL = "cross-entropy alone"
 TOTAL = "val/shared_bits_per_byte/cross"
 COMPARED = ("val/shared_bits_per_byte", "val/chunk/cross/")
-"""Beginnings of metrics."""
+"""First parts of the names of the stored metrics."""
 GRADIENTS_EVERY = 6
 """Steps between two comparisons of KD's gradient with cross-entropy's."""
 LOSSES: dict[str, dict[str, object]] = {
@@ -61,17 +61,17 @@ class Measured:
     loss: str
     bits_per_byte: list[float]
     """Of the student on the validation texts, after training, by seed."""
-    norms: list[float]
+    norms: list[float] = field(default_factory=list)
     """Norm of KD's gradient, with its weight, divided by cross-entropy's: means over steps, by seed; empty without KD.
     """
-    cosines: list[float]
-    """Cosine between the two gradients, likewise."""
+    cosines: list[float] = field(default_factory=list)
+    """Cosine between the two gradients: means over steps, by seed."""
     start: dict[str, float] = field(default_factory=dict)
     """Bits per byte of the student before training and of the teacher, over all validation texts and by chunk."""
 
 
 def measure(config: RunConfig, teacher: str, loss: str, seeds: int, folder: Path) -> Measured:
-    measured = Measured(teacher, loss, [], [], [])
+    measured = Measured(teacher, loss, [])
     for seed in range(seeds):
         data, output = config.model_dump(mode="json"), folder / f"{loss} {seed}"
         data["run"]["seed"] = seed
@@ -91,7 +91,8 @@ def report(runs: list[Measured], about: str) -> str:
         "# A target at every student position",
         "",
         f"{hardware()}; commit {commit()}; {date.today()}. `uv run benchmarks/positions.py`: {about} Intervals are "
-        "95 % of Student's t over the seeds. KD's gradient, with its weight, every sixth step: its norm divided by "
+        "95 % of Student's t over the seeds. KD's gradient, with its weight, every "
+        f"{GRADIENTS_EVERY}th step: its norm divided by "
         "cross-entropy's, and the cosine between the two. The machine did other work meanwhile.",
     ]
     for teacher in dict.fromkeys(run.teacher for run in runs):

@@ -248,8 +248,8 @@ def _explain(
     if kind == "extra_forbidden":
         return _with_removal(f"{key}={text}: there is no such key{_suggestion(path, value, data, model)}")
     if kind == "missing":
-        is_setting = "." in key and isinstance(path[-1], str)
-        way_out = f"; write {key}=VALUE, which --help {key} explains" if is_setting else ""
+        is_explained = "." in key and key in all_keys(model)
+        way_out = f"; write {key}=VALUE, which --help {key} explains" if is_explained else ""
         return f"{key}: required, but not given{way_out}"
     if kind == "union_tag_not_found":
         types = ", ".join(map(repr, _types_with_key([*path, "type"], data, model)))

@@ -183,14 +183,14 @@ def _config_file(name: str, config_dir: Path) -> Path:
     )
 
 
-def require_no_secrets(typed: Sequence[str]) -> None:
+def require_no_secrets(words: Sequence[str]) -> None:
     """Raise ConfigError if an override contains a secret: `ps`, Ray's dashboard and trackers show the command line."""
-    for argument in typed:
+    for argument in words:
         for override in swept_options(argument) if is_sweep(argument) else [argument]:
             try:
                 parsed = OverridesParser.create().parse_override(override)
             except HydraException:
-                return  # reported by Hydra
+                continue  # an option, or reported by Hydra
             key = parsed.key_or_group
             if contains_secret(parsed.value(), tuple(key.split("."))):
                 raise ConfigError(

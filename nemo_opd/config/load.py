@@ -184,7 +184,7 @@ def run_with_hydra(
     failures: list[Exception] = []
     not_started: list[str] = []
     command = read_command_line(sys.argv[1:], config_dir, config_name, model)
-    require_no_secrets(command.typed)
+    require_no_secrets(sys.argv[1:])
     sweep = Sweep.of(command.typed)
 
     def guarded(cfg: DictConfig) -> None:

@@ -137,13 +137,13 @@ NAMES: Mapping[str, Mapping[str, str]] = {"TRL or transformers": _TRL, "NeMo-RL"
 """Trainer → its setting or class → the setting here, or a sentence on it."""
 
 
-_ON_POLICY = " of nemo-opd distil-on-policy"
+_ON_POLICY = ", in nemo-opd distil-on-policy"
 
 
 def translate(word: str) -> list[str]:
     """Return a sentence for each trainer that has a setting or a class of this name."""
     return [
-        f"{word} of {trainer} is {names[word]}{_ON_POLICY * names[word].startswith('rollout.')} here"
+        f"{word} of {trainer} is {names[word]} here{_ON_POLICY * names[word].startswith('rollout.')}"
         for trainer, names in NAMES.items()
         if word in names
     ]

@@ -102,6 +102,8 @@ def _ignored_templates(config: RunFields) -> _Ignored:
 
 def _ignored_data(config: RunFields) -> _Ignored:
     data, is_chat, is_on_policy = config.data, config.data.is_chat, config.rollout is not None
+    if not data.validation.given or data.validation.text_files:
+        yield "data.validation.text_key", "no validation file has columns; leave it out"
     if is_on_policy:
         yield "data.validation.text_key", "prompts are validated as the training prompts are read; leave it out"
         if is_chat:

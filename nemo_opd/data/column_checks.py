@@ -65,7 +65,9 @@ def require_columns(layout: Layout, schema: pa.Schema, source: str, *, is_first:
     """
     for column in layout.named:
         if column.name not in schema.names:
-            raise DataError(f"{source} has no column {column.name!r}{_remedy(column, schema, is_first=is_first)}")
+            raise DataError(
+                f"{source} has no column {column.name!r}{_remedy(column, schema, source, is_first=is_first)}"
+            )
         if (count := schema.names.count(column.name)) > 1:
             raise DataError(
                 f"{source} has {count} columns {column.name!r}; write the file with one, or set {column.setting} to "
@@ -78,14 +80,13 @@ def require_columns(layout: Layout, schema: pa.Schema, source: str, *, is_first:
             raise DataError(f"{source}: column {column.name!r} is of type {kind}{remedy.format(column.setting)}")
 
 
-def _remedy(column: Column, schema: pa.Schema, *, is_first: bool) -> str:
+def _remedy(column: Column, schema: pa.Schema, source: str, *, is_first: bool) -> str:
     """Complete the message on a missing column."""
     names = ", ".join(schema.names) or "none"
     if not is_first and column.use != "domain" and not column.setting.startswith("data.validation."):
-        return (
-            f" (only {names}), and all training and validation files need the same columns; convert it, or, unless the "
-            "run samples, set data.validation.text_key to the column of validation texts"
-        )
+        texts = ", or, unless the run samples, set data.validation.text_key to the column of validation texts"
+        way_out = f"convert it{texts if source.startswith('data.validation.') else ''}"
+        return f" (only {names}), and all training and validation files need the same columns; {way_out}"
     if column.use == "teacher":
         return (
             ", in which aggregation.type=routed looks up each row's teacher; add it, set aggregation.key to one of its "

@@ -301,7 +301,7 @@ class _WorkerReads(Iterator[list[_Result]]):
 
 def _collated(drawn: Drawn) -> tuple[Batch, State]:
     batch = collate(drawn.samples)
-    return batch if drawn.rows is None else replace(batch, row=row_ids(drawn.rows)), drawn.state
+    return (batch if drawn.rows is None else replace(batch, row=row_ids(drawn.rows))), drawn.state
 
 
 def _identity(results: list[_Result]) -> list[_Result]:

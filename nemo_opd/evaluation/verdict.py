@@ -112,7 +112,7 @@ def _capital(name: str) -> str:
 
 def teacher_effect(arm: Arm, baseline: Arm | None) -> tuple[str, str]:
     """Return whether the teachers helped, as in `Verdict.teacher_effect`, and a sentence with figures or the reason."""
-    gain = _gain(arm, baseline)
+    gain = gain_over(arm, baseline)
     if isinstance(gain, str):
         return _UNKNOWN, f"Whether the teacher helped cannot be told{gain}"
     assert arm.end is not None
@@ -122,7 +122,7 @@ def teacher_effect(arm: Arm, baseline: Arm | None) -> tuple[str, str]:
         f"{figure(arm.end.per_byte)} bits per byte with it, {figure(baseline.end.per_byte)} without, after "
         f"{arm.end.step:,} steps each (difference {gain.value:+.4f}, 95 % interval {gain.low:+.4f} to {gain.high:+.4f})"
     )
-    reason = "texts disagree" if gain.low <= 0 <= gain.high else None
+    reason = "the interval includes 0" if gain.low <= 0 <= gain.high else None
     if abs(gain.value) <= _SAME * baseline.end.per_byte:
         reason = f"rounding may cause differences up to {_SAME:.1%}"
     if reason is not None:
@@ -131,7 +131,7 @@ def teacher_effect(arm: Arm, baseline: Arm | None) -> tuple[str, str]:
     return effect, f"The teacher {effect}: {figures}."
 
 
-def _gain(arm: Arm, baseline: Arm | None) -> Estimate | str:
+def gain_over(arm: Arm, baseline: Arm | None) -> Estimate | str:
     """Return the difference in bits per byte from the run without teachers, or the reason why there is none."""
     if baseline is None:
         way_out = "" if arm.settings.get("rollout") else ", or to true"

@@ -352,7 +352,7 @@ def _verdict_lines(verdict: Verdict) -> Padding:
 
 
 def _closing_table(closing: ClosingTable) -> Table:
-    """Return the bits per byte of the student before and after, and of its teachers."""
+    """Return the bits per byte of `ClosingTable.rows`."""
     table = titled_table("Validation")
     table.add_column("model", overflow="fold")
     table.add_column("bits per byte", justify="right", no_wrap=True)

@@ -328,9 +328,9 @@ def offsets_of(lengths: Tensor) -> list[int]:
 
 
 def places_of_runs(begin: Tensor, lengths: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
-    """List the places begin, …, begin + length − 1 of runs: int64 [r] and [r] → each place's run, and the place, [p].
+    """Return the run of each place and the place itself, int64 [p] each, for runs of consecutive places.
 
-    num_places: the sum of the lengths.
+    begin, lengths: first place and number of places of each run, int64 [r]. num_places: the sum of the lengths.
     """
     run = torch.arange(len(begin), device=begin.device).repeat_interleave(lengths, output_size=num_places)
     return run, torch.arange(num_places, device=begin.device) + (begin - (lengths.cumsum(0) - lengths))[run]

@@ -64,7 +64,7 @@ class Fused(Generic[_Parameters, _Result]):
 
 
 fused = Fused
-"""Decorator of such functions."""
+"""Decorator that makes a function `Fused`."""
 
 
 def taken_once(rows: UnitRows) -> UnitRows:

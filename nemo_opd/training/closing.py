@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.evaluation.estimates import paired_difference
-from nemo_opd.evaluation.verdict import Arm, Setup, judge, teacher_effect
+from nemo_opd.evaluation.verdict import Arm, Setup, gain_over, judge, teacher_effect
 from nemo_opd.logging.answers import VALIDATION_LOG, QuestionValues, TextLog, ValueLog
 from nemo_opd.logging.base import (
     STUDENT_AFTER,
@@ -72,8 +72,8 @@ def closing_table(
 
 
 def _baseline_row(arm: Arm, baseline: Arm | None) -> ClosingRow | None:
-    """Return the row of the run without teachers, if it was validated on the same texts."""
-    if arm.end is None or baseline is None or baseline.end is None or arm.end.num_bytes != baseline.end.num_bytes:
+    """Return the row of the run without teachers, if the two runs compare."""
+    if baseline is None or baseline.end is None or isinstance(gain_over(arm, baseline), str):
         return None
     return ClosingRow("student without teachers", baseline.end.per_byte, f"{baseline.end.step} steps")
 

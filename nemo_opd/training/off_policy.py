@@ -29,7 +29,7 @@ def distil(config: RunConfig, callbacks: Sequence[Any] = (), session_type: type[
 
     Returns the run's output, or None on ranks other than the driver. Raises an OPDError if the run fails.
     """
-    require_kind(config, on_policy=session_type is not Session)
+    require_kind(config, on_policy=session_type.samples)
     with driving(config.cluster) as is_driver:
         return drive(config, callbacks, session_type) if is_driver else None
 

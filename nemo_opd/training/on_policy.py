@@ -39,6 +39,7 @@ def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Finished | None:
 class _OnPolicySession(Session):
     """Session with rollouts, rewards and alarms about the student's health."""
 
+    samples = True
     source: RolloutSource
 
     def __init__(self, plan: Plan, callbacks: Sequence[Any] = (), continued_in: Path | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.checkpoint.run_directory import RunLock, checkpoints_of, identity
@@ -57,6 +57,8 @@ class _StoppedError(Exception):
 class Session:
     """Cluster, models, data, loggers and checkpoints of one run. All are closed on exit, also after an error."""
 
+    samples: ClassVar[bool] = False
+    """Whether the run is on-policy."""
     engine: Engine
     """Engine that samples from the student; set only if the run samples or has `evaluation`."""
     evaluator: Evaluator

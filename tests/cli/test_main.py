@@ -140,7 +140,7 @@ def test_a_section_of_the_settings(capsys: pytest.CaptureFixture[str], monkeypat
         ("teachers.0.weight", "teachers.0.weight  (float; default 1.0)"),
         ("loss.temperature", "loss of type=uld: temperature  (float; default 1.0)"),
         ("gradients", "logging.gradients_every"),
-        ("num_generations", "num_generations of TRL or transformers is rollout.n of nemo-opd distil-on-policy here"),
+        ("num_generations", "num_generations of TRL or transformers is rollout.n here, in nemo-opd distil-on-policy"),
     ],
 )
 def test_help_answers_for_a_key_or_a_word(word: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:

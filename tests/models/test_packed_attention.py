@@ -326,6 +326,7 @@ def test_flash_attention_of_a_gpu_is_that_by_length(
     outputs = []
     for dtype in (torch.bfloat16, torch.float32):  # only the first is the kernel's
         query, key, value = (tensor.detach().to(dtype).requires_grad_() for tensor in given)
+        assert packed_attention._has_flash(query, value, 0.0) == (dtype is torch.bfloat16)
         made = attended(query, key, value, ends, max(lengths), 0.25, window)
         made.float().square().sum().backward()
         outputs.append([made, query.grad, key.grad, value.grad])

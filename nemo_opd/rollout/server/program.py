@@ -254,7 +254,7 @@ class ModelFolder:
         except (OSError, ValueError, SafetensorError) as error:
             raise RolloutError(f"{path} does not hold a complete model to sample with: {error}") from error
         if not shapes:
-            raise RolloutError(f"{path} has no weights to sample with (*.safetensors)")
+            raise RolloutError(f"{path} has no weights to sample with (model.safetensors, or the files of its index)")
         text = config.get("text_config", config)
         return cls(path, shapes, int(text.get("vocab_size") or 0), text.get("max_position_embeddings"))
 
