@@ -181,7 +181,7 @@ def test_a_signal_in_the_validation_before_the_first_step_ends_it_at_the_next_ba
         interrupt=interrupt,
         loggers=Mock(),
         plan=SimpleNamespace(data=data),
-        config=SimpleNamespace(train=SimpleNamespace(global_batch_size=1)),
+        config=SimpleNamespace(train=SimpleNamespace(global_batch_size=1), active_teachers=()),
         models=SimpleNamespace(evaluate=evaluate),
         time_limit=TimeLimit(None, 0),
     )
