@@ -109,7 +109,8 @@ def report(runs: list[Measured], about: str) -> str:
         for run in sorted(of_teacher, key=lambda run: mean(run.bits_per_byte)):
             comparison = compare(dict(enumerate(run.bits_per_byte)), control)
             difference = "–" if run.loss == CONTROL else signed(comparison.difference)
-            gradients = " | ".join(f"{mean(values):.2f}" if values else "–" for values in (run.norms, run.cosines))
+            means = [f"{mean(values):.2f}" if values else "–" for values in (run.norms, run.cosines)]
+            gradients = " | ".join(means).replace("-", "−")
             lines.append(f"| {run.loss} | {plain(comparison.mean)} | {difference} | {gradients} |")
     return "\n".join(lines) + "\n"
 
@@ -124,9 +125,8 @@ def starts(figures: Mapping[str, float]) -> Iterator[str]:
         if f"{key}/cross" in figures
     ]
     if compared:
-        yield "Bits per byte of the student before training and of the teacher, by chunk (student tokens : teacher's): "
-        yield f"{', '.join(compared)}."
-        yield ""
+        about = "Bits per byte of the student before training and of the teacher, by chunk (student tokens : teacher's)"
+        yield from (f"{about}: {', '.join(compared)}.", "")
 
 
 def sentence(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> str:
