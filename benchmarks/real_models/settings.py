@@ -143,19 +143,23 @@ def _with_gemma(
 
 WITH_GEMMA = [
     _with_gemma("ce", "cross-entropy alone", "byte_prefix", kd_weight=0.0),
-    _with_gemma("starts", "cross-entropy and byte_prefix", "byte_prefix"),
     *(
-        _with_gemma(
-            ends,
-            f"cross-entropy and byte_prefix everywhere, {about}",
-            "byte_prefix",
-            ends=ends,
-            **EVERYWHERE,
+        arm
+        for suffix, source, gemma in (("", "", GEMMA), ("_cached", f", from a cache, k = {TOP_K}", GEMMA_CACHED))
+        for arm in (
+            _with_gemma(f"starts{suffix}", f"cross-entropy and byte_prefix{source}", "byte_prefix", gemma=gemma),
+            *(
+                _with_gemma(
+                    f"{ends}{suffix}",
+                    f"cross-entropy and byte_prefix everywhere, {about}{source}",
+                    "byte_prefix",
+                    gemma=gemma,
+                    ends=ends,
+                    **EVERYWHERE,
+                )
+                for ends, about in ENDS.items()
+            ),
         )
-        for ends, about in ENDS.items()
-    ),
-    _with_gemma(
-        "drop_cached", f"the same as `drop` from a cache, k = {TOP_K}", "byte_prefix", gemma=GEMMA_CACHED, **EVERYWHERE
     ),
     *(
         _with_gemma(

@@ -63,7 +63,7 @@ class SweptRun:
 
     def cells(self, measures: Sequence[str]) -> list[str]:
         """Return its row: name, each result, steps, and time in training steps."""
-        steps = f"{self.last('step') or 0:,.0f}{'' if self.page else ', not complete'}"
+        steps = f"{self.last('step') or 0:,.0f}{'' if self.page else ', not finished'}"
         seconds = sum(record.get("perf/step_s", 0.0) for record in self.records)
         results = [self._cell(measure) for measure in measures]
         return [self.name, *results, steps if self.has_started else "refused, or not started", clock(seconds)]

@@ -9,8 +9,6 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._dynamo import config, maybe_mark_dynamic
-from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.kernels.launch import is_compiled
@@ -43,6 +41,10 @@ class Fused(Generic[_Parameters, _Result]):
         # Sizes 0 and 1 would be compiled as separate variants.
         if not _is_compiled(rows) or not self.is_compilable or len(rows) < 2:
             return self.function(*args, **kwargs)
+        # The compiler takes most of a second to import.
+        from torch._dynamo import config, maybe_mark_dynamic
+        from torch._dynamo.exc import TorchDynamoException
+
         for tensor in _tensors_of_rows(args, len(rows)):
             maybe_mark_dynamic(tensor, 0)
         try:

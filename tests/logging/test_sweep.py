@@ -49,8 +49,8 @@ def test_each_run_is_a_row_with_its_own_result(tmp_path: Path) -> None:
     assert [run.name for run in runs] == ["run.seed=2", "run.seed=3", "run.seed=10"]
     assert [run.cells(["val/bits_per_byte"])[1:] for run in runs] == [
         ["1.5000 (-25.0 %)", "4", "0:08"],
-        ["-", "0, not complete", "0:00"],
-        ["1.0000 (-50.0 %)", "3, not complete", "0:06"],
+        ["-", "0, not finished", "0:00"],
+        ["1.0000 (-50.0 %)", "3, not finished", "0:06"],
     ]
     console = Console(width=80, record=True, quiet=True)
     console.print(sweep_table(runs, headline_measures(runs)))
@@ -107,7 +107,7 @@ def test_a_run_that_was_refused_is_a_row(tmp_path: Path) -> None:
 
 
 def test_evaluations_have_their_own_results(tmp_path: Path) -> None:
-    """Bug: no figure at all, and `not complete`."""
+    """Bug: no figure at all, and `not finished`."""
     folder = tmp_path / "n=8"
     folder.mkdir()
     (folder / "config.yaml").touch()
