@@ -17,7 +17,7 @@ from nemo_opd.logging.loggers import read
 CPU_TIMES = "cpu.jsonl"
 _KEPT = (
     *("train/ce", "train/loss", "train/kd", "val/bits_per_byte", "eval/sums/greedy", "eval/sums/pass@1"),
-    *("train/student_tokens", "perf/step_s"),
+    *("train/student_tokens", "perf/step_s", "train/kd_grad_norm", "train/ce_grad_norm", "train/kd_ce_cosine"),
 )
 """Curves of a result."""
 

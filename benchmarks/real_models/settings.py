@@ -45,6 +45,8 @@ ON_GPU = Size(steps=450, rows=32, max_length=2048, device="cuda")
 """Size of off-policy runs on a GPU: about 10⁷ tokens, as most texts are shorter than a row."""
 _ROWS_AT_A_TIME = 8
 """Largest microbatch off-policy."""
+_GRADIENTS_EVERY = 10
+"""Steps between two comparisons of KD's gradient with cross-entropy's in `languages`; the median step is without."""
 _DATA_WORKERS = 8
 """Processes that tokenize and align for a GPU."""
 
@@ -285,6 +287,8 @@ def _off_policy(setting: Setting, size: Size) -> dict[str, Any]:
     is_languages = setting.experiment == "languages"
     files, lr = ("languages_", 1e-4) if is_languages else ("", 3e-4)
     validation = {"validation": {"jsonl_files": ["{root}/data/validation.jsonl"]}, "domain_key": "domain"}
+    loss = setting.changes["loss"]
+    has_both = loss.get("kd_weight", 1.0) > 0 and loss.get("ce_weight", 1.0) > 0
     return {
         "student": {
             "dtype": size.dtype,
@@ -302,6 +306,7 @@ def _off_policy(setting: Setting, size: Size) -> dict[str, Any]:
             "micro_batch_size": min(size.rows, _ROWS_AT_A_TIME),
             "max_length": size.max_length,
         },
+        "logging": {"gradients_every": _GRADIENTS_EVERY if is_languages and has_both else None},
     }
 
 

@@ -7,10 +7,7 @@ from html import unescape
 from pathlib import Path
 from urllib.parse import unquote
 
-import lunr
 import pytest
-from lunr.stop_word_filter import WORDS as STOP_WORDS
-from lunr.stop_word_filter import stop_word_filter
 
 from tests.site.pages import DOCS, ROOT
 
@@ -94,6 +91,10 @@ def test_the_search_answers_questions_with_guides() -> None:
 
     The index is asked by lunr, as the site's search does, with the site's boosts of fields and pages.
     """
+    import lunr  # takes seconds
+    from lunr.stop_word_filter import WORDS as STOP_WORDS
+    from lunr.stop_word_filter import stop_word_filter
+
     text = (SITE / "search" / "search_index.js").read_text(encoding="utf-8")
     index = json.loads(text.removeprefix("var __index = "))
     separator, boosts = index["config"]["separator"], index["config"]["fields"]
