@@ -198,7 +198,8 @@ def _choices(plan: Plan) -> dict[str, str]:
 
 
 def _loss_name(loss: Loss | LossTerm) -> str:
-    return f"{loss.type} ({loss.divergence})" if hasattr(loss, "divergence") else loss.type
+    divergence = None if getattr(loss, "common_weight", None) == 0 else getattr(loss, "divergence", None)
+    return loss.type if divergence is None else f"{loss.type} ({divergence})"
 
 
 def _about(plan: Plan) -> str:
