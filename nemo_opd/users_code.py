@@ -173,7 +173,11 @@ def imported(reference: str, *, key: str, form: str) -> Any:
 def _described(error: BaseException) -> str:
     """Return type, message and place of an error in the user's code, in one line."""
     message = " ".join(_safely(str, error).split())[:_MESSAGE_LENGTH]
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith("<frozen importlib")
+    ]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{': ' if message else ''}{message}{place}"
 

@@ -168,6 +168,7 @@ def _add_from_hf_arguments(parser: ArgumentParser) -> None:
 def _from_hf(arguments: Namespace, console: Console) -> None:
     """Write the checkpoint. Raises an OPDError; nothing is written then."""
     from nemo_opd.checkpoint.convert import other_settings, save_start, trained_part, weights_to_start_from
+    from nemo_opd.preflight.teachers import settle_tokenizers
     from nemo_opd.workers.optimizer import build_optimizer, build_scheduler
 
     output = arguments.output
@@ -176,6 +177,7 @@ def _from_hf(arguments: Namespace, console: Console) -> None:
     run = _run_directory(output)
     config = _read_config(arguments.config, run)
     _require_zeros_at_first(config)
+    config = settle_tokenizers(config, "cpu")
     model = trained_part(config.student)
     data = _read_data(config)
     weights = weights_to_start_from(arguments.model, config.student, model)

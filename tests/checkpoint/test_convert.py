@@ -21,6 +21,7 @@ from nemo_opd.checkpoint.run_directory import identity
 from nemo_opd.config.load import to_yaml
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.plan import Plan, preflight
+from tests.composition import compose
 from tests.exit_status import exit_status
 from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
@@ -196,6 +197,16 @@ def test_there_and_back_is_the_same(world: World, tmp_path: Path) -> None:
     assert to_hf(world.start, tmp_path / "out") == 0
 
     assert_equal(weights_in(tmp_path / "out"), weights_in(world.weights))
+
+
+def test_a_start_belongs_to_a_run_that_finds_out_its_teachers_type(world: World, tiny: Tiny, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    models = [override for override in tiny.overrides(*TRAIN) if not override.startswith("teachers")]
+    config = compose(*models, f"teachers=[{tiny.teacher_cross}]", f"run.output_dir={run}", "run.resume=auto")
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    assert from_hf(world.weights, run / "checkpoints" / "step_000000", f"--config={tmp_path / 'run.yaml'}") == 0
+
+    assert preflight(config).progress is not None
 
 
 def test_an_average_begins_with_the_weights(
