@@ -211,6 +211,17 @@ def test_a_model_folder_without_weights(refused: Refused, tiny: Tiny, inputs: Pa
     assert message.endswith("copy them there or name another folder")
 
 
+@pytest.mark.parametrize("key", ["student.model", "teachers.0.model"])
+def test_a_teachers_cache_as_a_model(refused: Refused, tiny: Tiny, inputs: Path, key: str) -> None:
+    folder = copied(tiny.student, inputs / "cache", without="model.safetensors")
+    (folder / "cache.yaml").touch()
+
+    assert refused(ModelError, f"{key}={folder}") == (
+        f"{key}={folder}: the folder is a teacher's cache, without weights; name a model, or write the teacher as "
+        "{type: cached, cache: FOLDER}"
+    )
+
+
 def test_a_model_folder_that_is_not_there(refused: Refused) -> None:
     message = refused(ModelError, "teachers.0.model=/nowhere/model")
 
