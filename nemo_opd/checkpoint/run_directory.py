@@ -52,6 +52,9 @@ def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = Tr
             require_same_run(progress.settings, identity(config), str(checkpoints.path(progress.step)))
         return newest
     if steps := checkpoints.steps():
+        if is_locked(output_dir):
+            with open_unlinked(output_dir / LOCK_NAME, "r") as file:
+                raise ConfigError(_in_use_message(output_dir, file))
         raise ConfigError(
             f"run.output_dir={output_dir} holds a run with a checkpoint at step {steps[-1]}; write run.resume=auto to "
             "continue it, or another run.output_dir"
@@ -90,6 +93,14 @@ def is_locked(output_dir: Path) -> bool:
     return False
 
 
+def _in_use_message(output_dir: Path, lock: TextIO) -> str:
+    lock.seek(0)
+    holder = lock.read() or "another process"
+    return (
+        f"run.output_dir={output_dir} is in use by {holder}; wait until that run has ended, or name another directory"
+    )
+
+
 class RunLock(Closing):
     """Advisory lock on a run directory; the kernel releases it when the process ends.
 
@@ -114,7 +125,7 @@ class RunLock(Closing):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 with file:
-                    raise ConfigError(self._in_use_message(file)) from None
+                    raise ConfigError(_in_use_message(self.path.parent, file)) from None
             except OSError as error:
                 _LOG.warning("%s cannot be locked (%s); make sure that no other run uses the folder", self.path, error)
             # The previous holder may have removed the file after we opened it; then lock the new one.
@@ -126,14 +137,6 @@ class RunLock(Closing):
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
         return False
-
-    def _in_use_message(self, file: TextIO) -> str:
-        file.seek(0)
-        holder = file.read() or "another process"
-        return (
-            f"run.output_dir={self.path.parent} is in use by {holder}; wait until that run has ended, or name another "
-            "directory"
-        )
 
     def close(self) -> None:
         """Remove the file and release the lock."""

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, T5Config
 
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
-from nemo_opd.checkpoint.run_directory import identity
+from nemo_opd.checkpoint.run_directory import RunLock, identity
 from nemo_opd.config import RunConfig
 from nemo_opd.errors import (
     AlignmentError,
@@ -502,6 +502,9 @@ def test_a_directory_that_holds_a_run(refused: Refused, configure: Configure, in
     message = refused(ConfigError, f"run.output_dir={inputs}", "run.resume=never")
 
     assert message.startswith(f"run.output_dir={inputs} holds a run with a checkpoint at step 3; write run.resume=auto")
+    with RunLock(inputs):
+        message = refused(ConfigError, f"run.output_dir={inputs}", "run.resume=never")
+    assert message.startswith(f"run.output_dir={inputs} is in use by process {os.getpid()} ")
 
 
 def test_a_checkpoint_of_another_run(refused: Refused, configure: Configure, inputs: Path) -> None:
