@@ -30,7 +30,7 @@ def resolve_output_dir(run: Run) -> Path:
     folder = run.output_dir or default_output_dir(run.name)
     for path in (folder, folder / CHECKPOINTS):
         if (obstacle := write_obstacle(path)) is not None:
-            raise ConfigError(f"run.output_dir={folder}: {obstacle}; name another directory, or change its permissions")
+            raise ConfigError(f"run.output_dir={folder}: {obstacle}; name another directory")
     return folder
 
 

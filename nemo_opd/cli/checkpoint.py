@@ -140,7 +140,9 @@ def _require_model(folder: Path) -> None:
     """Raise CheckpointError if the folder has no model or adapter; the message suggests a subfolder that has one."""
     if any((folder / name).is_file() for name in _MODELS):
         return
-    model = next((folder / name for name in ("final", "student") if (folder / name).is_dir()), None)
+    from nemo_opd.models.folder import model_below
+
+    model = model_below(folder)
     way_out = f"its model is {model}" if model else "name a folder such as RUN/final, or make one with checkpoint to-hf"
     raise CheckpointError(f"--model={folder}: there is no {' or '.join(_MODELS)}; {way_out}")
 

@@ -80,7 +80,8 @@ def check_folder(reference: str, *, key: str) -> None:
     if not (folder / "config.json").is_file():
         names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
         content = f"a tokenizer ({', '.join(names)}) without its model's config.json" if names else "no config.json"
-        raise ModelError(f"{key}={reference}: the folder has {content}; {_WHOLE_FOLDER}")
+        way_out = f"its model is {below}" if (below := model_below(folder)) else _WHOLE_FOLDER
+        raise ModelError(f"{key}={reference}: the folder has {content}; {way_out}")
     if not any((folder / name).is_file() for name in (*_WEIGHT_FILES, shard.MANIFEST)):
         raise ModelError(
             f"{key}={reference}: the folder has no weights (none of {', '.join(_WEIGHT_FILES)}); copy them there or "
@@ -95,6 +96,11 @@ def check_folder(reference: str, *, key: str) -> None:
     for file in safetensors_files(folder):
         if (why := damage(file)) is not None:
             raise ModelError(f"{key}={reference}: {file.name} is missing or damaged ({why}); copy it there again")
+
+
+def model_below(folder: Path) -> Path | None:
+    """Return the folder with the model in a folder of a run or of a checkpoint; None if there is none."""
+    return next((folder / name for name in ("final", "student") if (folder / name).is_dir()), None)
 
 
 def _require_reachable(reference: str, file: str, *, key: str) -> None:

@@ -123,7 +123,8 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
     Raises ProjectionError for a file that is missing, damaged, of another format or version, or inconsistent.
     """
     if not Path(path).is_file():
-        raise ProjectionError(f"cannot read the projection {path}: there is no such file; correct the path")
+        reason = "it is a folder" if Path(path).is_dir() else "there is no such file"
+        raise ProjectionError(f"cannot read the projection {path}: {reason}; correct the path")
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
