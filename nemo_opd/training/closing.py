@@ -128,9 +128,8 @@ def _scores_at(config: RunConfig, folder: Path, step: int | None) -> tuple[Score
         records = [record for record in records if record["step"] <= step]
     settings = config.evaluation
     rows = scores(records, config.active_names, values, lambda name: settings.all_sets.get(name, settings).confidence)
-    if step is None:
-        return rows
-    measured = _measured_at(records, step)
+    last = records if step is None else [_measured_at(records, step)]
+    measured = {key for record in last if record.get("step") for key in record}
     return tuple(row for row in rows if f"{PREFIX}{row.measure}" in measured)
 
 
