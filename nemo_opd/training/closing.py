@@ -20,6 +20,7 @@ from nemo_opd.logging.base import (
     ScoreRow,
     Verdict,
     difference,
+    is_mean,
     is_share,
 )
 from nemo_opd.logging.comparison import SweptRun
@@ -229,6 +230,8 @@ def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     config = read_config(first.folder)
     rows = []
     for (name, measure), reference in baseline.items():
+        if is_mean(measure) and reference.values[measure] == reference.values.get("pass@1"):
+            continue
         confidence = number_of_set(config, name, "confidence")
         cells = []
         for run_values in values_of_runs:
