@@ -14,7 +14,7 @@ from rich.console import Console
 from nemo_opd.cli.command import Command, add_output_options, output_of, print_plain
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.logging.base import change, score
-from nemo_opd.logging.terminal import VisibleConsole, print_line, visible
+from nemo_opd.logging.terminal import VisibleConsole, print_line, print_warning, visible
 
 if TYPE_CHECKING:
     from nemo_opd.training.finished import RunFacts
@@ -24,7 +24,7 @@ _MOST_MEASURES = 4
 """Measures in a terminal; the page has all."""
 _MOST_STEPS = 10**12
 """More steps than any run takes; a damaged file may have a number of any length."""
-_HEADS = ("status", "step", "bits per byte", "teacher", "run")
+_HEADS = ("status", "step", "bits per byte or score", "teacher", "run")
 
 
 def _add_report_arguments(parser: ArgumentParser) -> None:
@@ -52,6 +52,10 @@ def _write_report(folder: Path) -> object:
     facts = read_facts(folder)
     if facts.problem is not None:
         raise DataError(facts.problem)
+    if facts.results is None:
+        config = folder / "config.yaml"
+        reason = "is of another version" if config.exists() else "does not exist"
+        print_warning(f"{config} {reason}, so the report has no table of results and no verdict")
     report = write_report(folder, facts.results)
     print(visible(f"report  {report}"))
     return replace(facts, report=report)
@@ -126,7 +130,7 @@ def _write_comparison(arguments: Namespace, console: Console) -> object:
     sentences, remarks, answers = comparison_sentences(runs), unlike(runs), answer_tables(runs)
     for sentence in sentences:
         console.print(sentence, style="bold", markup=False, highlight=False)
-    console.print(sweep_table(runs, measures_of(runs)[:_MOST_MEASURES], "Runs"))
+    console.print(sweep_table(runs, measures_of(runs)[:_MOST_MEASURES]))
     for sentence in remarks:
         console.print(f"not alike  {sentence}", style="yellow", markup=False, highlight=False)
     write_comparison(arguments.output, runs, answers, sentences, instead="name another --output")
@@ -207,9 +211,9 @@ def _results(run: RunFacts) -> Iterator[str]:
 
 
 RUNS = Command(
-    "Lists runs: status, step, the student's bits per byte (change since before training), whether its teacher helped.",
+    "Lists runs: status, step, bits per byte (change since the start) or first score, whether the teacher helped.",
     """\
-Runs are found at any depth. Their status is running, finished, ended early (with a checkpoint), interrupted,
+Runs are found at any depth. Their status is running, finished, ended early (saved a checkpoint), interrupted,
 failed, or killed, if nothing else is recorded.
 
 examples:

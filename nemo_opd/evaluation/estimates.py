@@ -41,7 +41,9 @@ def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
     """
     assert 0 <= num_correct <= num_samples
     assert 1 <= k <= num_samples
-    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+    # as one fraction, pass@1 is exactly the mean of rewards of 0 and 1, which tables then leave out
+    draws = math.comb(num_samples, k)
+    return (draws - math.comb(num_samples - num_correct, k)) / draws
 
 
 def maj_at_k(votes: Sequence[str | None], correct: Sequence[bool], k: int, *, seed: int = 0) -> float:

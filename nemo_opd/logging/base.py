@@ -158,7 +158,7 @@ class ClosingTable:
         return [
             row
             for row in self.scores
-            if not is_mean(row.measure) or by_measure.get(re.sub("mean@[0-9]+$", "pass@1", row.measure)) != row.by_model
+            if not is_mean(row.measure) or by_measure.get(pass_at_1(row.measure)) != row.by_model
         ]
 
     @property
@@ -280,3 +280,8 @@ def is_share(measure: str, *values: float) -> bool:
 def is_mean(measure: str) -> bool:
     """Return whether a measure is a mean of rewards, which need not be a share."""
     return measure.rpartition("/")[2].startswith("mean@")
+
+
+def pass_at_1(mean: str) -> str:
+    """Return the name of the same set's pass@1, which a mean of rewards of 0 and 1 equals."""
+    return re.sub("mean@[0-9]+$", "pass@1", mean)

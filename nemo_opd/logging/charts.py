@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_opd.files import ELSEWHERE, write_atomically
-from nemo_opd.logging.metrics import PREFIX, score_keys
+from nemo_opd.logging.base import is_mean, pass_at_1
+from nemo_opd.logging.metrics import score_keys
 from nemo_opd.logging.records import Records
 
 if TYPE_CHECKING:
@@ -131,19 +132,22 @@ def write_chart(
 
 
 def _label_single_points(axes: Axes, theme: Theme) -> None:
-    """Draw curves of one point as a dot with its value; lines that span the axes have two points."""
-    for line in axes.get_lines():
-        points = [(float(x), float(y)) for x, y in line.get_xydata().tolist() if math.isfinite(y)]  # type: ignore[union-attr]
-        if len(points) == 1 and line.get_transform() == axes.transData:
-            line.set_marker("o")
-            axes.annotate(
-                axes.yaxis.get_major_formatter()(points[0][1]),
-                points[0],
-                (7, 0),
-                textcoords="offset points",
-                va="center",
-                color=theme.text,
-            )
+    """Draw curves of one point as a dot, with its value if no other curve could run through it.
+
+    Lines that span the axes have two points.
+    """
+    curves = {
+        line: [(float(x), float(y)) for x, y in line.get_xydata().tolist() if math.isfinite(y)]  # type: ignore[union-attr]
+        for line in axes.get_lines()
+        if line.get_transform() == axes.transData
+    }
+    for line, points in curves.items():
+        if len(points) != 1:
+            continue
+        line.set_marker("o")
+        if max(map(len, curves.values())) == 1:
+            label = axes.yaxis.get_major_formatter()(points[0][1])
+            axes.annotate(label, points[0], (7, 0), textcoords="offset points", va="center", color=theme.text)
 
 
 def _shortened(label: str) -> str:
@@ -160,7 +164,7 @@ def _add_legend(axes: Axes, most_columns: int, width: float) -> None:
     for columns in range(most_columns, 0, -1):
         legend = axes.legend(
             handles, list(map(_shortened, labels)), loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=columns,
-            borderaxespad=0.2, handlelength=1.4, columnspacing=1.4,
+            borderaxespad=0.2, handlelength=2.4, columnspacing=1.4,
         )  # fmt: skip
         if legend.get_window_extent().width < width:
             return
@@ -192,5 +196,10 @@ def keys(records: Records, prefixes: str | tuple[str, ...]) -> list[str]:
 
 
 def question_measures(records: Records) -> list[str]:
-    """Return the metrics that are scores of the student; these have an interval."""
-    return score_keys(keys(records, PREFIX))
+    """Return the metrics that are scores of the student, without mean rewards that equal pass@1 of the same set."""
+    scores = score_keys(dict.fromkeys(key for record in records for key in record))
+    return [
+        key
+        for key in scores
+        if not is_mean(key) or any(record[key] != record.get(pass_at_1(key)) for record in records if key in record)
+    ]

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,8 @@ _VALIDATED = {BITS_PER_BYTE: "bits per byte", "val/ce": "CE, nats", "val/accurac
 """Heading by metric of validation."""
 _SAME_START = 1e-3
 """Largest relative difference of the same student before training, from rounding in another layout or dtype."""
-_DASHED_FROM = 6
-"""Number of solid curves, one for each colour."""
+_STYLES = ("-", "--", ":", "-.")
+"""Line styles, each for as many curves as there are colours."""
 _NOT_COMPARED = ("run.name", "run.output_dir", "run.resume", "run.baseline", "run.export_worse")
 """Settings without an effect on what is compared."""
 _IDENTIFYING = ("name", "type", "model")
@@ -132,11 +132,12 @@ def _evaluation_record(results: Path) -> dict[str, float]:
     return record
 
 
-def sweep_table(runs: Sequence[SweptRun], measures: Sequence[str], title: str = "Sweep") -> Table:
+def sweep_table(runs: Sequence[SweptRun], measures: Sequence[str]) -> Table:
     """Return a table with a row for each run."""
-    table = titled_table(title)
+    table = titled_table("Runs")
     for i, head in enumerate(_headings(measures)):
-        table.add_column(head, justify="right" if i else "left", overflow="fold")
+        # or a narrow column breaks the word after the slash
+        table.add_column(head.replace("/", "/\n"), justify="right" if i else "left", overflow="fold")
     for run in runs:
         table.add_row(*run.cells(measures))
     return table
@@ -162,9 +163,26 @@ def _headings(measures: Sequence[str]) -> list[str]:
 
 
 def unlike(runs: Sequence[SweptRun]) -> list[str]:
-    """Say in a sentence for each run why its figures do not compare with the first validated run's."""
+    """Say in a sentence for each run why its figures do not compare with those of the first run that has them."""
     validated = [run for run in runs if _validated(run)]
-    return [sentence for run in validated[1:] for sentence in _unlike(run, validated[0])]
+    last_steps = [
+        {run.name: steps[-1] for run in runs if (steps := series(run.records, key)[0])} for key in measures_of(runs)
+    ]
+    sentences: list[str] = []
+    for run in runs:
+        if run in validated[1:]:
+            sentences += _validated_otherwise(run, validated[0])
+        sentences += _of_another_step(run.name, last_steps)
+    return sentences
+
+
+def _of_another_step(name: str, last_steps: Sequence[Mapping[str, float]]) -> list[str]:
+    """Say if a figure of a run is of another step than the first run's. last_steps: keyed by run, for each figure."""
+    for by_run in last_steps:
+        first, first_step = next(iter(by_run.items()))
+        if (step := by_run.get(name, first_step)) != first_step:
+            return [f"{name}: its figures are of step {step:,.0f}, {first}'s of step {first_step:,.0f}."]
+    return []
 
 
 def _read_alike(run: SweptRun, first: SweptRun) -> bool:
@@ -179,7 +197,7 @@ def _validation_data(
     return (run.validation_texts, first.validation_texts), (run.last(NUM_BYTES), first.last(NUM_BYTES))
 
 
-def _unlike(run: SweptRun, first: SweptRun) -> Iterator[str]:
+def _validated_otherwise(run: SweptRun, first: SweptRun) -> Iterator[str]:
     texts, sizes = _validation_data(run, first)
     if texts[0] is None or texts[1] is None or sizes[0] is None or sizes[1] is None:
         unknown = run if texts[0] is None or sizes[0] is None else first
@@ -191,14 +209,11 @@ def _unlike(run: SweptRun, first: SweptRun) -> Iterator[str]:
             f"{run.name}: its bits per byte are over {sizes[0]:,.0f} bytes, and those of {first.name} over "
             f"{sizes[1]:,.0f}, so they do not compare."
         )
-    (start, *_, end), (first_start, *_, first_end) = (2 * _validated(run), 2 * _validated(first))
+    start, first_start = _validated(run)[0], _validated(first)[0]
     bits, first_bits = start[BITS_PER_BYTE], first_start[BITS_PER_BYTE]
     are_starts = start["step"] == first_start["step"] == 0 and _read_alike(run, first)
     if are_starts and abs(bits - first_bits) > _SAME_START * first_bits:
         yield f"{run.name}: it started at {bits:.4f} bits per byte, {first.name} at {first_bits:.4f}."
-    steps = end["step"], first_end["step"]
-    if steps[0] != steps[1]:
-        yield f"{run.name}: its figures are of step {steps[0]:,.0f}, {first.name}'s of step {steps[1]:,.0f}."
 
 
 def _validated(run: SweptRun) -> list[Mapping[str, float]]:
@@ -328,11 +343,11 @@ def _bits(value: float | None, first: float | None) -> str:
 def _draw_runs(figure: Figure, theme: Theme, runs: Sequence[tuple[str, Records]], key: str, label: str) -> None:
     """Draw the smoothed curve of each run, with the metric's confidence interval if it has one."""
     axes = figure.subplots()
-    for i, ((name, records), colour) in enumerate(zip(runs, cycle(theme.cycle), strict=False)):
+    for (name, records), (style, colour) in zip(runs, cycle(product(_STYLES, theme.cycle)), strict=False):
         steps, values = series(records, key)
         if not steps:
             continue
-        style, marker = "-" if i < _DASHED_FROM else "--", "o" if len(steps) < 12 else None
+        marker = "o" if len(steps) < 12 else None
         axes.plot(steps, smooth(values), style, color=colour, label=name, marker=marker, markersize=4)
         low, high = series(records, f"{key}_low")[1], series(records, f"{key}_high")[1]
         if len(low) == len(high) == len(steps):

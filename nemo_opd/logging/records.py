@@ -76,7 +76,7 @@ _KEYS_OF_KD = {
     "handoff.type",
 }
 """Settings in `_RUN_KEYS` that have no effect without teachers."""
-_TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}", "dtype"), ("loss {}", "loss.type"))
+_TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}", "dtype"))
 _GROUP_METRIC = re.compile(
     r"val/(?P<table>domain|class|(?:chunk|position)/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|accuracy|bits_per_byte|(?:shared_bits_per_byte|kd)(?:/[^/]+)?)"
 )
@@ -222,7 +222,7 @@ def overview(config: object) -> list[_Fact]:
     if kd and (teachers := _used_teachers(config)):
         models = [f"{value_at(teacher, 'name')} ({value_at(teacher, 'model')})" for teacher in teachers]
         facts.append(("teachers", ", ".join(models)))
-        loss = f"loss {value_at(config, 'loss.type')}, weight {kd:g}"
+        loss = f"loss {_loss_name(value_at(config, 'loss'))}, weight {kd:g}"
         text = f", and the texts (cross-entropy, weight {ce:g})" if ce else ""
         facts.append(("learns from", f"its teachers' predictions ({loss}){text}"))
     else:
@@ -234,6 +234,12 @@ def overview(config: object) -> list[_Fact]:
         if names := [_source_name(value) for value in kinds if isinstance(value, list | dict) and value]:
             facts.append((label, names[0]))
     return facts
+
+
+def _loss_name(loss: object) -> str:
+    """Return a loss's type, and its divergence if that has an effect."""
+    divergence = None if value_at(loss, "common_weight") == 0 else value_at(loss, "divergence")
+    return f"{value_at(loss, 'type')}" + (f" ({divergence})" if divergence else "")
 
 
 def _source_name(value: list[object] | dict[str, object]) -> str:
@@ -285,6 +291,8 @@ def _used_teachers(config: object) -> list[object]:
 def _teacher_fact(teacher: object, records: Records) -> _Fact:
     name = str(value_at(teacher, "name"))
     line = [form.format(value) for form, key in _TEACHER_KEYS if (value := value_at(teacher, key)) is not None]
+    if loss := value_at(teacher, "loss"):
+        line.append(f"loss {_loss_name(loss)}")
     coverage = f"train/kd_coverage/{name}"
     if finite := [record[coverage] for record in records if math.isfinite(record.get(coverage, math.nan))]:
         line.append(f"KD on {share(fmean(finite))} of the scored tokens")

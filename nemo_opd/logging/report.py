@@ -1,6 +1,7 @@
 """report/: the curves as PNG files and a page with all results, from the files of the run directory."""
 
 import base64
+import re
 import statistics
 from collections.abc import Iterable
 from functools import cache
@@ -155,6 +156,7 @@ def _environment() -> Environment:
         "data_url": _data_url,
         "ends": _ends,
         "cell": _cell,
+        "unbroken": _unbroken,
     }
     environment.globals |= {"score_texts": score_texts, "score_text": score, "difference_text": difference}
     return environment
@@ -167,6 +169,11 @@ def _data_url(png: bytes) -> str:
 def _cell(text: str) -> str:
     """Format a text as a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def _unbroken(text: str) -> str:
+    """Keep a figure on one line with its unit, and an interval with its bounds."""
+    return re.sub(r"(?<=[\d±]) (?=[\d%±]|points|to )|(?<=\d to) ", "\N{NO-BREAK SPACE}", text)
 
 
 def _ends(text: str) -> tuple[str, str]:

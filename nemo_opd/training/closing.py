@@ -20,6 +20,7 @@ from nemo_opd.logging.base import (
     ScoreRow,
     Verdict,
     difference,
+    is_mean,
     is_share,
 )
 from nemo_opd.logging.comparison import SweptRun
@@ -128,9 +129,8 @@ def _scores_at(config: RunConfig, folder: Path, step: int | None) -> tuple[Score
         records = [record for record in records if record["step"] <= step]
     settings = config.evaluation
     rows = scores(records, config.active_names, values, lambda name: settings.all_sets.get(name, settings).confidence)
-    if step is None:
-        return rows
-    measured = _measured_at(records, step)
+    last = records if step is None else [_measured_at(records, step)]
+    measured = {key for record in last if record.get("step") for key in record}
     return tuple(row for row in rows if f"{PREFIX}{row.measure}" in measured)
 
 
@@ -230,6 +230,8 @@ def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     config = read_config(first.folder)
     rows = []
     for (name, measure), reference in baseline.items():
+        if is_mean(measure) and reference.values[measure] == reference.values.get("pass@1"):
+            continue
         confidence = number_of_set(config, name, "confidence")
         cells = []
         for run_values in values_of_runs:

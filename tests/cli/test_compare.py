@@ -9,7 +9,7 @@ import yaml
 
 from nemo_opd.cli.main import main
 from nemo_opd.evaluation.estimates import paired_difference
-from nemo_opd.logging.comparison import read_runs, setting_tables, unlike
+from nemo_opd.logging.comparison import SweptRun, read_runs, setting_tables, unlike
 from nemo_opd.logging.provenance import ModelOrigin, Provenance, write_provenance
 from nemo_opd.models.folder import OwnCard
 from nemo_opd.training.closing import answer_tables
@@ -47,7 +47,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = write_run(tmp_path / "one", 0.1, [0.0, 1.0, 0.0, 0.0]), write_run(tmp_path / "two", 0.5, [1.0] * 4)
     page = tmp_path / "page.html"
     assert main(["compare", str(one), str(two), "--output", str(page)]) == 0
-    text = page.read_text()
+    text = page.read_text().replace("\N{NO-BREAK SPACE}", " ")
     for shown in (
         "1.9000 (-5.0 %)",
         "1.5000 (-25.0 %)",
@@ -115,9 +115,19 @@ def test_unlike_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     page = tmp_path / "page.html"
     assert main(["compare", *map(str, folders), "--output", str(page)]) == 0
     printed = capsys.readouterr().out
-    for shown in ("3.210", "25.0 %", "CE, nats", "accuracy", "complete"):
+    for shown in ("3.210", "25.0 %", "CE, nats", "accuracy", "finished"):
         assert shown in printed, shown
     assert all(sentence.replace("'", "&#39;") in page.read_text() for sentence in expected)
+
+
+def test_scores_of_other_steps_are_named() -> None:
+    """Bug: scores of steps 4 and 90 compared without a word, as only validated runs were looked at."""
+    asked = {"eval/pass@1": 0.5, "eval/pass@1_low": 0.4, "eval/pass@1_high": 0.6}
+    runs = [
+        SweptRun(name, Path(name), ({"step": step, **asked}, {"step": 9, "train/loss": 1.0}), True, None)
+        for name, step in (("a", 4), ("b", 4), ("c", 8))
+    ]
+    assert unlike(runs) == ["c: its figures are of step 8, a's of step 4."]
 
 
 def test_a_section_that_a_run_lacks_is_one_row(tmp_path: Path) -> None:

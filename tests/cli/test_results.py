@@ -98,6 +98,24 @@ def test_runs_are_listed_with_status_and_change(tmp_path: Path, capfd: pytest.Ca
     assert exit_status("runs", tmp_path / "nowhere") == 1
 
 
+def test_scores_from_before_the_first_step_are_no_result(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Bug: the score of the start looks like the one of a run that ended early."""
+    written_run(tmp_path, "evaluation.every=5")
+    asked = {"eval/pass@1": 0.25, "eval/pass@1_low": 0.0, "eval/pass@1_high": 0.5}
+    records = [{"step": 0, **asked}, {"step": 1}, {"step": 2, **asked}]
+    for number, is_shown in ((2, False), (3, True)):
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records[:number]))
+        assert exit_status("runs", tmp_path) == 0
+        assert ("pass@1 25.0 % (0.0 to 50.0 %)" in capfd.readouterr().out) == is_shown
+
+
+def test_a_report_without_settings_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    written_run(tmp_path)
+    (tmp_path / "config.yaml").unlink()
+    assert exit_status("report", tmp_path) == 0
+    assert "config.yaml does not exist, so the report has no table of results" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "name",
     [

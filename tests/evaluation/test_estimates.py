@@ -25,6 +25,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(num_correct: int,
     right = [i < num_correct for i in range(n)]
 
     assert pass_at_k(num_correct, n, k) == pytest.approx(fmean(any(chosen) for chosen in combinations(right, k)))
+    assert pass_at_k(num_correct, n, 1) == fmean(right), "tables leave out an equal mean"
 
 
 def test_pass_at_k_is_unbiased() -> None:

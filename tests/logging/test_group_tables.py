@@ -62,7 +62,7 @@ def test_the_report_has_them(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (START, END)))
     page = write_report(tmp_path).read_text()
     assert "Validation by class of token" in page
-    assert "1.5000 (-25.0 %)" in page
+    assert "1.5000 (-25.0\N{NO-BREAK SPACE}%)" in page
     assert (tmp_path / "report" / "tables.md").read_text().count("## ") == 3
 
 

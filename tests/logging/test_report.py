@@ -31,7 +31,7 @@ run: {name: "<b>demo</b>", seed: 3}
 student: {model: llama-1b}
 teachers:
 - {name: phi4mini, model: microsoft/Phi-4-mini-instruct, type: cross_tokenizer, weight: 0.8, loss: null}
-loss: {type: p_kl}
+loss: {type: p_kl, kd_weight: 1, divergence: reverse_kl}
 """
 
 
@@ -90,6 +90,7 @@ def test_the_page_shows_results_facts_and_config(tmp_path: Path) -> None:
     # 20 steps of 4,096 tokens and 2 s; bits per byte 2.0 → 1.5
     for shown in ("1.5000", "−25.0 %", "81.9k", "0:40", "1.2500", "microsoft/Phi-4-mini-instruct", "weight 0.8"):
         assert shown in text
+    assert "(loss p_kl (reverse_kl), weight 1)" in text
     assert "<b>demo" not in text
     assert "&lt;b&gt;demo&lt;/b&gt;" in text
     assert "None" not in text
@@ -112,7 +113,8 @@ def test_text_of_a_closing_row_is_escaped(tmp_path: Path) -> None:
 def test_scores_stand_in_the_columns_of_their_models(tmp_path: Path) -> None:
     """Bug: a teacher's score under the student, or one that is not known and moves the others."""
     write_run(tmp_path, a_run())
-    table = write_report(tmp_path, QUESTIONS).read_text().partition("<h2>Questions</h2>")[2].partition("</table>")[0]
+    text = write_report(tmp_path, QUESTIONS).read_text().replace("\N{NO-BREAK SPACE}", " ")
+    table = text.partition("<h2>Questions</h2>")[2].partition("</table>")[0]
     rows = [re.findall(r"<(?:th|td|small)(?: [^>]*)?>(?:<b>)?([^<]*)", row) for row in table.split("</tr>")[:-1]]
     assert rows == [
         ["measure", "student before", "student after", "teacher phi4mini"],
@@ -346,6 +348,8 @@ def test_a_curve_of_one_point_is_a_dot_with_its_value(tmp_path: Path) -> None:
     axes = _drawn(tmp_path, lambda axes: (axes.plot([1, 2], [math.nan, 0.25]), axes.axhline(0.5)))
     assert [line.get_marker() for line in axes.lines] == ["o", "None"]
     assert [text.get_text() for text in axes.texts] == ["0.25"]
+    among_curves = _drawn(tmp_path, lambda axes: (axes.plot([1], [0.25]), axes.plot([1, 2], [0.25, 0.5])))
+    assert not among_curves.texts, "they would lie on the curves"
     low, high = axes.get_xlim()
     assert all(tick == round(tick) for tick in axes.get_xticks() if low <= tick <= high)
 
@@ -376,7 +380,7 @@ def test_the_parts_of_one_step_have_no_empty_axes() -> None:
 def test_a_run_without_kd_lists_no_teacher_and_no_setting_of_kd(tmp_path: Path) -> None:
     """Bug: teachers of the settings, and the loss that would compare with them, in a run that loads no teacher."""
     write_run(tmp_path, a_run())
-    text = CONFIG.replace("{type: p_kl}", "{type: p_kl, kd_weight: 0, ce_weight: 1}")
+    text = CONFIG.replace("kd_weight: 1", "kd_weight: 0, ce_weight: 1")
     (tmp_path / "config.yaml").write_text(text + "aggregation: {type: weighted_sum}\n")
     page = write_report(tmp_path, ClosingTable(None, None)).read_text().partition("config.yaml</summary>")[0]
     assert not {word for word in ("Phi-4", "p_kl", "weighted_sum", "KD weight") if word in page}

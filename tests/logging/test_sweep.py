@@ -71,6 +71,17 @@ def test_questions_have_their_interval(tmp_path: Path) -> None:
     assert headline_measures([run]) == ["val/bits_per_byte", "eval/pass@1"]
 
 
+def test_a_mean_that_is_pass_at_1_has_no_column(tmp_path: Path) -> None:
+    """Bug: the same score twice, and no room for pass@2."""
+    ends = ("", "_low", "_high")
+    same = {f"eval/held/{name}{end}": 0.5 for name in ("pass@1", "mean@2", "pass@2") for end in ends}
+    other = {f"eval/held/{name}{end}": value for name, value in (("pass@1", 0.5), ("mean@4", 0.6)) for end in ends}
+    write_run(tmp_path / "a", 1.5, **same)
+    assert measures_of(read_sweep(tmp_path))[2:] == ["eval/held/pass@1", "eval/held/pass@2"]
+    write_run(tmp_path / "b", 1.5, **other)
+    assert measures_of(read_sweep(tmp_path))[2:] == ["eval/held/pass@1", "eval/held/pass@2", "eval/held/mean@4"]
+
+
 def test_names_are_text_and_not_markup(tmp_path: Path) -> None:
     write_run(tmp_path / "<b>x", 1.5)
     assert "<b>x" not in page_of(tmp_path, read_sweep(tmp_path))
@@ -117,11 +128,11 @@ def test_evaluations_have_their_own_results(tmp_path: Path) -> None:
     }
     (folder / "results.json").write_text(json.dumps({"seconds": 61, "estimates": estimates}))
     (run,) = read_sweep(tmp_path)
-    assert measures_of([run]) == ["eval/mean@8", "eval/pass@1"]
+    assert measures_of([run]) == ["eval/pass@1", "eval/mean@8"]
     assert run.cells(measures_of([run])) == [
         "n=8",
-        "3.200 (3.000 to 3.400)",
         "43.0 % (36.0 to 50.0 %)",
+        "3.200 (3.000 to 3.400)",
         "0",
         "1:01",
     ]
