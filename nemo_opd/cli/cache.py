@@ -20,6 +20,8 @@ from nemo_opd.config.data import source_of
 from nemo_opd.config.load import compose
 from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import Endpoint
+from nemo_opd.data.columns import chat_layout, text_layout
+from nemo_opd.data.source_files import require_suitable
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.logging.terminal import busy, loading
 from nemo_opd.preflight.inputs import with_documents_columns
@@ -162,11 +164,15 @@ def _file_config(arguments: Namespace) -> RunConfig:
     source = source_of(arguments.data, key="--data", otherwise="jsonl_files")
     model, served = {"model": arguments.model}, _served(arguments)
     data: dict[str, Any] = {"train": source.model_dump(exclude_unset=True), "cache": False}
+    settings = {key: f"--{key.replace('_', '-')}" for key in ("text_key", "messages_key")}
+    layout = text_layout(arguments.text_key, settings)
     if arguments.messages_key:
+        layout = chat_layout(arguments.messages_key, None, settings)
         data |= {"messages_key": arguments.messages_key}
     else:
         data |= {"packing": not arguments.no_packing, "append_eos": not arguments.no_append_eos}
         data["text_key"] = arguments.text_key
+    require_suitable(source, layout, key="--data")
     return from_dict(
         {
             "train": {"max_steps": 1, "global_batch_size": 1, "max_length": arguments.max_length},

@@ -58,6 +58,11 @@ def _generate(arguments: Namespace, console: Console) -> None:
     require_causal(config, arguments.model, key="--model")
     key, source = ("--model", arguments.model) if arguments.tokenizer is None else ("--tokenizer", arguments.tokenizer)
     tokenizer = load_tokenizer(source, key=key)
+    if arguments.chat and not tokenizer.chat_template:
+        raise ConfigError(
+            f"{key}={source} has no chat template, which --chat needs; leave out --chat, or write --tokenizer with the "
+            "instruct model's"
+        )
     ends, positions = end_ids(tokenizer, GenerationConfig.from_model_config(config)), max_positions(config)
     spec = EngineSpec(len(tokenizer), ends, arguments.dtype, Path(), positions)
     settings = HFRollout(batch_size=arguments.batch_size)

@@ -24,7 +24,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation import inputs as evaluation_inputs
 from nemo_opd.logging.terminal import loading
 from nemo_opd.paths import configs_dir
-from nemo_opd.preflight.inputs import with_documents_columns
+from nemo_opd.preflight.inputs import with_documents_columns, with_question_columns
 from nemo_opd.training.entry import run
 from nemo_opd.training.finished import Finished
 from nemo_opd.training.interrupt import interruptible, was_requested
@@ -100,7 +100,7 @@ def main(
 
 
 def evaluation_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take files that `data` is short for as questions, and columns that are named in place of the recipe's.
+    """Take files that `data` is short for as questions, and find out their columns.
 
     Raises ConfigError for the settings of a run.
     """
@@ -116,9 +116,7 @@ def evaluation_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(files, Mapping):
         del data["train"]
         data |= files
-    if data.get("messages_key") == "messages" and (data.get("text_key") or data.get("prompt_key")):
-        del data["messages_key"]
-    return {**settings, "data": data}
+    return {**settings, "data": with_question_columns(data)}
 
 
 def _result(finished: Finished) -> object:

@@ -65,8 +65,9 @@ def _run(arguments: Namespace, console: Console) -> None:
     from nemo_opd.logging.terminal import busy
     from nemo_opd.transplant import transplant
 
+    layout = text_layout(arguments.text_key, {"text_key": "--text-key"})
     with busy(f"transplanting {arguments.model}"):
-        texts = load_documents(source, text_layout(arguments.text_key), key="--text")[TEXT] if source else ()
+        texts = load_documents(source, layout, key="--text")[TEXT] if source else ()
         result = transplant(
             arguments.model,
             arguments.tokenizer,

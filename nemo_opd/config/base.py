@@ -240,7 +240,7 @@ def _explain(
     kind, value = problem["type"], problem["input"]
     key = ".".join(map(str, path))
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    if path and isinstance(value, str) and is_secret_setting(str(path[-1]), model):
+    if path and isinstance(value, str) and is_secret_setting(str(path[-1])):
         text = MASK
     reason = " or ".join(dict.fromkeys(map(_reason_of, problems))).replace(" or must be", " or")
     if is_blank(value) and kind not in ("extra_forbidden", "value_error"):
@@ -257,7 +257,12 @@ def _explain(
     if kind == "union_tag_invalid" and is_blank(value["type"]):
         return f"{key}.type: {_EMPTY}"
     if kind == "union_tag_invalid":
-        return f"{key}.type={value['type']!r}: choose one of {problem['ctx']['expected_tags']}"
+        tags = problem["ctx"]["expected_tags"]
+        is_code = "'function'" in tags and re.fullmatch(_USERS_CODE, str(value["type"]))
+        way_out = (
+            f"; for your own function, write {key}: {{type: function, function: {value['type']}}}" if is_code else ""
+        )
+        return f"{key}.type={value['type']!r}: choose one of {tags}{way_out}"
     if kind in ("model_type", "model_attributes_type"):
         keys = ", ".join(_keys_at(path, data, model))
         return f"{key}={text}: a group of keys, not one value; set {key}.KEY of {keys}"
@@ -265,7 +270,10 @@ def _explain(
         return _with_removal(_placed(reason, key, value, text, _keys_at(path, data, model)))
     if kind == "string_type" and len(problems) == 1 and isinstance(value, int | float):
         reason += f"; to make text of it, write {key}=\"'{value}'\""
-    return f"{key}={text}: {reason[0].lower()}{reason[1:]}"
+    message = f"{key}={text}: {reason[0].lower()}{reason[1:]}"
+    field = all_keys(model).get(re.sub(r"\.\d+", ".0", key))
+    has_default = value is None and field is not None and not field.is_required()
+    return _with_removal(f"{message}; leave it out") if has_default else message
 
 
 def _with_removal(message: str) -> str:
@@ -379,9 +387,14 @@ def keys_named(word: str, model: type[BaseModel]) -> list[str]:
     return sorted(keys, key=lambda key: key.count("."))[:_MOST_SUGGESTIONS]
 
 
-def is_secret_setting(name: str, model: type[BaseModel]) -> bool:
+def is_secret_setting(name: str) -> bool:
     """Return whether the value of a setting with this name is a secret; `answer_key` and the like name a column."""
-    return is_secret_name(name) and (name == "api_key" or not keys_named(name, model))
+    return is_secret_name(name) and (name == "api_key" or not _is_field(name, Settings))
+
+
+def _is_field(name: str, model: type[BaseModel]) -> bool:
+    """Return whether the model or one derived from it has this field."""
+    return name in model.model_fields or any(_is_field(name, derived) for derived in model.__subclasses__())
 
 
 def _types_with_key(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:

@@ -109,7 +109,7 @@ def _explain_option(typed: str, arguments: Sequence[str], model: type[BaseModel]
         return f"{problem}; {program} --help shows the options, and {program} --help WORD finds settings"
 
     def placeholder(key: str) -> str:
-        if is_secret_setting(key.rpartition(".")[2], model):
+        if is_secret_setting(key.rpartition(".")[2]):
             return "'${oc.env:NAME}'"
         return "true" if fields[key].annotation is bool else value or "VALUE"
 
@@ -147,8 +147,12 @@ def read_command_line(
         else:
             options.config = word
     if options.topics and not options.help:
+        word = options.topics[0]
+        if any((Path(word) / name).is_file() for name in ("config.json", "adapter_config.json")):
+            key = "model" if "model" in model.model_fields else "student"
+            raise ConfigError(f"{word}: it is a model's folder; write {key}={word}")
         raise ConfigError(
-            f"{options.topics[0]}: cannot be read as key=value, and is neither a YAML file nor a recipe "
+            f"{word}: cannot be read as key=value, and is neither a YAML file nor a recipe "
             f"({', '.join(recipes(config_dir))})"
         )
     settings = [*_QUIET_HYDRA, f"hydra.job.name='{Path(sys.argv[0]).stem}'"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from nemo_opd.data.columns import Column, Layout, Use
+from nemo_opd.data.columns import DATA, Column, Layout, Use
 from nemo_opd.data.lines import Origin
 from nemo_opd.data.record import parsed
 from nemo_opd.errors import DataError
@@ -52,10 +52,16 @@ def prompt_readings(schema: pa.Schema) -> list[Reading]:
     return []
 
 
-def described(reading: Reading) -> str:
-    """Return a reading as it is written on a command line."""
+def described(reading: Reading, settings: Mapping[str, str] = DATA) -> str:
+    """Return a reading as it is written on a command line. settings: as in `Layout`."""
     written = {key: value if isinstance(value, str) else f"[{','.join(value)}]" for key, value in reading.items()}
-    return " ".join(f"data.{key}={value}" for key, value in written.items())
+    return " ".join(f"{settings[key]}={value}" for key, value in written.items())
+
+
+def limited(ways: Iterable[Reading], keys: Container[str]) -> list[Reading]:
+    """Return the different readings that remain with these keys of `data` alone; completions may be left out."""
+    limits = ({key: names for key, names in way.items() if key in keys} for way in ways)
+    return [*{described(way): way for way in limits if way}.values()]
 
 
 def require_columns(layout: Layout, schema: pa.Schema, source: str, *, is_first: bool = True) -> None:
@@ -66,7 +72,7 @@ def require_columns(layout: Layout, schema: pa.Schema, source: str, *, is_first:
     for column in layout.named:
         if column.name not in schema.names:
             raise DataError(
-                f"{source} has no column {column.name!r}{_remedy(column, schema, source, is_first=is_first)}"
+                f"{source} has no column {column.name!r}{_remedy(layout, column, schema, source, is_first=is_first)}"
             )
         if (count := schema.names.count(column.name)) > 1:
             raise DataError(
@@ -80,7 +86,7 @@ def require_columns(layout: Layout, schema: pa.Schema, source: str, *, is_first:
             raise DataError(f"{source}: column {column.name!r} is of type {kind}{remedy.format(column.setting)}")
 
 
-def _remedy(column: Column, schema: pa.Schema, source: str, *, is_first: bool) -> str:
+def _remedy(layout: Layout, column: Column, schema: pa.Schema, source: str, *, is_first: bool) -> str:
     """Complete the message on a missing column."""
     names = ", ".join(schema.names) or "none"
     if not is_first and column.use != "domain" and not column.setting.startswith("data.validation."):
@@ -94,9 +100,13 @@ def _remedy(column: Column, schema: pa.Schema, source: str, *, is_first: bool) -
         )
     if column.use in ("prompt", "field"):
         return f", which {column.setting} names; write one of its columns there: {names}"
-    section, _, key = column.setting.rpartition(".")
-    ways = readings(schema) or (prompt_readings(schema) if (section, key) == ("data", "messages_key") else [])
-    advice = "".join(f", or write {described(reading)}" for reading in ways if key not in reading)
+    settings, ways = layout.settings, readings(schema)
+    if column.setting == settings.get("messages_key"):
+        ways = ways or prompt_readings(schema)
+        names = f"{names}, or in its place {settings['text_key']} to one of texts"
+    key = next((key for key, setting in settings.items() if setting == column.setting), None)
+    ways = [way for way in limited(ways, settings) if key not in way] if key else []
+    advice = "".join(f", or write {described(reading, settings)}" for reading in ways)
     return f"; set {column.setting} to one of its columns: {names}{advice}"
 
 
@@ -127,8 +137,8 @@ def require_content(layout: Layout, documents: datasets.Dataset, source: str, or
         if column.use == "messages" and not _may_be_messages(first := values[0].as_py()):
             raise DataError(
                 f"{source}: column {column.name!r} holds no conversations; its first row is {first[:60]!r}…, not a "
-                f"list of objects or its JSON text; set {column.setting} to such a column, or leave it out to read "
-                "texts"
+                f"list of objects or its JSON text; set {column.setting} to such a column, or write "
+                f"{layout.settings['text_key']}={column.name} in its place to read texts"
             )
         if column.use == "teacher":
             is_unknown = pc.invert(pc.is_in(values, value_set=pa.array(layout.teachers, values.type)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +29,10 @@ prompt, field: a teacher's whole prompt, or a value in it.
 """
 
 
+DATA = {key: f"data.{key}" for key in ("text_key", "messages_key", "prompt_key", "completion_key", "tools_key")}
+"""Settings of a run that name the columns of documents, as they are typed, by their keys."""
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column that a setting names."""
@@ -48,6 +52,8 @@ class Layout:
     """The columns to read. Several settings may name one column."""
 
     named: tuple[Column, ...]
+    settings: Mapping[str, str]
+    """Settings that may name the columns of documents, as they are typed, by their keys in `data`."""
     teachers: tuple[str, ...] = ()
     """Teachers that a column may name, if one is for the routed aggregation."""
     whole_rows: bool = False
@@ -61,24 +67,31 @@ class Layout:
             columns.setdefault(column.name, column.ours)
         return columns
 
+    def ours(self, use: Use) -> str:
+        """Return our name of the column with this use: of another use's if they share it. Without one, the use."""
+        return next((column.ours for column in self.named if column.use == use), use)
+
     def with_prompts(
         self, answer_key: str | None = None, response_key: str | None = None, *, reward: str = "reward"
     ) -> Layout:
         """Add a verifiable reward's answers and the responses, if their columns are named.
 
-        reward: section of the settings that contains `answer_key`. Raises DataError if one column has two uses.
+        reward: section of the settings that contains `answer_key`. Answers may be the completions or the responses.
+        Raises DataError for another column of documents.
         """
-        named = list(self.named)
-        for setting, name, ours in (
-            (f"{reward}.answer_key", answer_key, ANSWER),
-            ("data.response_key", response_key, RESPONSE),
-        ):
+        layout = self
+        uses: tuple[tuple[str, str | None, Use], ...] = (
+            (f"{reward}.answer_key", answer_key, "answer"),
+            ("data.response_key", response_key, "response"),
+        )
+        for setting, name, use in uses:
             if name is None:
                 continue
-            if used := next((column.ours for column in named if column.name == name), None):
-                raise DataError(f"{setting}={name}: that column already holds the prompts' {used}; name another")
-            named.append(Column(setting, name, ours, "answer" if ours == ANSWER else "response"))
-        return replace(self, named=tuple(named))
+            ours = layout.columns.get(name, use)
+            if ours not in (ANSWER, RESPONSE, COMPLETION):
+                raise DataError(f"{setting}={name}: that column already holds the prompts' {ours}; name another")
+            layout = replace(layout, named=(*layout.named, Column(setting, name, ours, use)))
+        return layout
 
     def with_routes(self, key: str, teachers: tuple[str, ...]) -> Layout:
         """Add a column that names the teacher of each document."""
@@ -110,21 +123,21 @@ class Layout:
         return replace(self, whole_rows=reads_rows)
 
 
-def text_layout(text_key: str, section: str = "data") -> Layout:
-    """Return the layout of documents that are strings. section: section of the settings that contains `text_key`."""
-    return Layout((Column(f"{section}.text_key", text_key, TEXT, "text", is_required=True),))
+def text_layout(text_key: str, settings: Mapping[str, str] = DATA) -> Layout:
+    """Return the layout of documents that are strings. settings: as in `Layout`."""
+    return Layout((Column(settings["text_key"], text_key, TEXT, "text", is_required=True),), settings)
 
 
 def chat_layout(
     messages_key: str | None,
     tools_key: str | None,
-    section: str = "data",
+    settings: Mapping[str, str] = DATA,
     prompt_key: Sequence[str] = (),
     completion_key: str | None = None,
 ) -> Layout:
     """Return the layout of conversations: lists of messages, or prompts with completions, and optional lists of tools.
 
-    Messages and tools may be JSON text. section: section of the settings that contains all keys.
+    Messages and tools may be JSON text. settings: as in `Layout`.
     """
     named: list[tuple[str, str | None, str, Use]] = [
         ("messages_key", messages_key, MESSAGES, "messages"),
@@ -135,10 +148,11 @@ def chat_layout(
     required = (MESSAGES, f"{PROMPT}0", COMPLETION)
     return Layout(
         tuple(
-            Column(f"{section}.{key}", name, ours, use, is_required=ours in required)
+            Column(settings[key], name, ours, use, is_required=ours in required)
             for key, name, ours, use in named
             if name is not None
-        )
+        ),
+        settings,
     )
 
 
@@ -146,7 +160,7 @@ def document_layout(data: Data) -> Layout:
     """Return the layout of a run's documents."""
     if not data.is_chat:
         return text_layout(data.text_key)
-    return chat_layout(data.messages_key, data.tools_key, "data", data.prompt_key, data.completion_key)
+    return chat_layout(data.messages_key, data.tools_key, DATA, data.prompt_key, data.completion_key)
 
 
 def run_layout(config: RunConfig, *, is_validation: bool = False) -> Layout:
@@ -157,7 +171,7 @@ def run_layout(config: RunConfig, *, is_validation: bool = False) -> Layout:
     layout, validation = document_layout(config.data), config.data.validation
     reads_texts = config.data.is_chat and not config.data.has_chat_validation
     if is_validation and (reads_texts or validation.text_key is not None):
-        layout = text_layout(validation.text_key or TEXT, "data.validation")
+        layout = text_layout(validation.text_key or TEXT, {"text_key": "data.validation.text_key"})
     reward = config.reward if config.rollout is not None else None
     if config.rollout is not None:
         layout = layout.with_prompts(reward.answer_column if reward else None, config.data.response_key)

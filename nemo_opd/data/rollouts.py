@@ -4,7 +4,7 @@ prompts of a dataset.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 from nemo_opd.alignment import ChatTokens, TokenAligner, align_chat, pieces_of
 from nemo_opd.alignment.chat_template import message_texts, plain_messages
 from nemo_opd.config.teacher import EqualHistory
+from nemo_opd.data.columns import Layout
 from nemo_opd.data.context import Content, PrivilegedPrompt, align_after, prompt_text, shifted, verbatim
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer
 from nemo_opd.data.record import (
-    ANSWER,
     MESSAGES,
     OTHER,
     PROMPT,
-    RESPONSE,
     ROW,
     TEXT,
     TOOLS,
@@ -234,8 +233,8 @@ def _score_sampled_turns(chat: ChatTokens, rollout: Rollout, turn_messages: Sequ
     return replace(chat, assistant_mask=mask).cut(length)
 
 
-def read_prompts(columns: Columns, indices: Sequence[int], names: Mapping[str, str] | None = None) -> list[Prompt]:
-    """Read the prompts of these rows, in order. names: the user's name of a column → ours, for `Prompt.row`.
+def read_prompts(columns: Columns, indices: Sequence[int], layout: Layout | None = None) -> list[Prompt]:
+    """Read the prompts of these rows, in order. layout: of the columns; by default they have only our names.
 
     Messages are plain. Assistant messages at the end are the response, not part of the prompt. Raises DataError, naming
     the row, for a conversation that is malformed or without a user message.
@@ -244,7 +243,7 @@ def read_prompts(columns: Columns, indices: Sequence[int], names: Mapping[str, s
         return []
     rows = read_rows(columns, list(indices))
     nothing = [None] * len(indices)
-    answers, responses = rows.get(ANSWER, nothing), rows.get(RESPONSE, nothing)
+    answers, responses = (rows.get(layout.ours(use) if layout else use, nothing) for use in ("answer", "response"))
     contents = rows[TEXT] if TEXT in rows else rows[MESSAGES]
     tools = rows.get(TOOLS, nothing)
     prompts = [
@@ -256,7 +255,7 @@ def read_prompts(columns: Columns, indices: Sequence[int], names: Mapping[str, s
     fields = fields_of(rows, len(indices))
     if f"{PROMPT}0" in rows:
         del rows[MESSAGES]  # not a column of the user's
-    user_names = {ours: name for name, ours in (names or {}).items()}
+    user_names = {} if layout is None else {ours: name for name, ours in layout.columns.items()}
     rows |= {name: list(map(parsed, rows[name])) for name in (MESSAGES, TOOLS) if name in rows}
     row_columns = {
         user_names.get(name, name.removeprefix(ROW)): rows[name] for name in rows if not name.startswith(OTHER)

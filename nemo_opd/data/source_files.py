@@ -64,7 +64,7 @@ def _schemas(source: Source, key: str) -> Iterator[tuple[str, pa.Schema | None]]
     """Yield the name of each file in messages, and its columns; None if only the loader can tell them."""
     require_source(source, key=key)
     ((kind, value),) = source.given.items()
-    named = f"{key}.{kind}"
+    named = key_of_kind(key, kind)
     if isinstance(value, HubDataset):
         yield named, None
         return
@@ -76,6 +76,11 @@ def _schemas(source: Source, key: str) -> Iterator[tuple[str, pa.Schema | None]]
             except RowError as error:
                 raise DataError(f"{named}={error}") from error
         yield name, None if schema is None else plain(schema)
+
+
+def key_of_kind(key: str, kind: str) -> str:
+    """Return the key of a source's files of one kind; an option of a command takes all kinds."""
+    return key if key.startswith("--") else f"{key}.{kind}"
 
 
 def require_source(source: Source, *, key: str) -> None:
@@ -112,7 +117,7 @@ def _resolve(entry: str, key: str) -> list[Path]:
 
 
 def _demo_file(entry: str, key: str) -> Path:
-    if not key.endswith("arrow_files"):
+    if not (key.startswith("--") or key.endswith("arrow_files")):
         raise DataError(f"{key}={entry!r}: the demo data are Arrow files; put {entry!r} under arrow_files")
     name = entry.removeprefix(DEMO_PREFIX)
     for prefix, files in (("", corpus), ("arithmetic_", questions)):

@@ -45,6 +45,7 @@ from nemo_opd.data.source_files import (
     arrow_schema,
     is_encoded,
     is_ipc_file,
+    key_of_kind,
     plain,
     reading,
     require_source,
@@ -75,7 +76,7 @@ def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Data
     """
     require_source(source, key=key)
     ((kind, value),) = source.given.items()
-    key = f"{key}.{kind}"
+    key = key_of_kind(key, kind)
     if isinstance(value, HubDataset):
         named = f"{key}.path={value.path!r}"
         documents = _read_hub(value, layout, key)

@@ -78,9 +78,10 @@ class ResolvedSet:
     def layout(self) -> Layout:
         """The columns of questions, and the columns that rewards and prompts read."""
         section = self.key if isinstance(self.settings, QuestionSet) else "data"
-        layout = text_layout(self.text_key, section)
+        settings = {key: f"{section}.{key}" for key in QuestionSource.model_fields if key.endswith("_key")}
+        layout = text_layout(self.text_key, settings)
         if self.is_chat:
-            layout = chat_layout(self.messages_key, self.tools_key, section, self.prompt_key)
+            layout = chat_layout(self.messages_key, self.tools_key, settings, self.prompt_key)
         layout = layout.with_prompts(self.reward.answer_column, reward=self.reward_key)
         return layout.with_fields(self.columns).for_reward(self.reward)
 

@@ -89,7 +89,7 @@ def read_questions(resolved: ResolvedSet) -> list[Prompt]:
     layout = resolved.layout
     with working(f"reading {resolved.key}"):
         documents = load_documents(resolved.settings.data, layout, key=resolved.key)
-        prompts = read_prompts(documents, range(len(documents)), layout.columns)
+        prompts = read_prompts(documents, range(len(documents)), layout)
     check_answers(resolved.reward, prompts, source=resolved.key)
     settings = resolved.settings.context if isinstance(resolved.settings, QuestionSet) else None
     if settings is None:

@@ -1,22 +1,24 @@
 """Checks of a run's paths before the slow import of PyTorch."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from pydantic import ValidationError
 
 from nemo_opd.checkpoint.run_directory import progress_to_resume, resolve_output_dir
 from nemo_opd.config.data import Source
+from nemo_opd.config.evaluation import QuestionSource
 from nemo_opd.config.load import to_yaml
 from nemo_opd.config.model import Model
 from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.short_form import long_form
 from nemo_opd.config.teacher import OwnIdsTeacher, UnresolvedTeacher
-from nemo_opd.data.column_checks import described, prompt_readings, readings
+from nemo_opd.data.column_checks import Reading, described, limited, prompt_readings, readings
 from nemo_opd.data.columns import run_layout
 from nemo_opd.data.source_files import first_schema, require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError, run_all
@@ -104,11 +106,10 @@ def with_documents_columns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     data = settings.get("data")
     if not isinstance(data, Mapping) or {"text_key", "messages_key", "prompt_key"} & data.keys():
         return settings
-    try:
-        source, schema = first_schema(Source.model_validate(data.get("train")), key="data.train")
-    except (ValidationError, DataError):  # reported with all other settings
+    source, schema = _first_columns(data.get("train"), "data.train")
+    if schema is None:
         return settings
-    written, ways = data.get("completion_key"), [] if schema is None else readings(schema)
+    written, ways = data.get("completion_key"), readings(schema)
     if written is not None:
         ways = [way for way in ways if way.get("completion_key") == written]
     elif data.get("response_key") is not None:  # the answers are those of a stored response
@@ -116,12 +117,43 @@ def with_documents_columns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     if settings.get("rollout"):  # rewards compare with these columns
         answers = {("completion_key", name) for name in _answer_columns(settings.get("reward"))}
         ways = [dict(pair for pair in way.items() if pair not in answers) for way in ways]
-        ways = ways or ([] if schema is None else prompt_readings(schema))
+        ways = ways or prompt_readings(schema)
+    return {**settings, "data": {**data, **_only_reading(ways, source)}}
+
+
+def with_question_columns(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name the columns of questions as the first file has them, if no setting but the recipe's names them.
+
+    The recipe's `messages_key` counts for files with this column, for the hub and for sets. Raises DataError if there
+    are several readings.
+    """
+    unnamed = {key: value for key, value in data.items() if key != "messages_key"}
+    if data.get("messages_key", "messages") != "messages":
+        return data
+    if data.get("text_key") or data.get("prompt_key"):
+        return unnamed
+    source, schema = _first_columns({kind: data.get(kind) for kind in Source.model_fields}, "data")
+    if schema is None or "messages" in schema.names:
+        return data
+    ways = limited(readings(schema), QuestionSource.model_fields) or prompt_readings(schema)
+    return {**unnamed, **reading} if (reading := _only_reading(ways, source)) else data
+
+
+def _first_columns(source: object, key: str) -> tuple[str, pa.Schema | None]:
+    """Return the name and the columns of a source's first file; no columns if they are not known here."""
+    try:
+        return first_schema(Source.model_validate(source), key=key)
+    except (ValidationError, DataError):  # reported with all other settings
+        return key, None
+
+
+def _only_reading(ways: Sequence[Reading], source: str) -> Reading:
+    """Return the reading, or an empty one if there is none. Raises DataError for several."""
     if len(ways) > 1:
         raise DataError(
             f"{source}: its columns can be read in {len(ways)} ways; write {', or '.join(map(described, ways))}"
         )
-    return {**settings, "data": {**data, **ways[0]}} if ways else settings
+    return ways[0] if ways else {}
 
 
 def _answer_columns(reward: object) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -17,7 +17,7 @@ from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.collate import collate
-from nemo_opd.data.columns import domain_column, has_contrast, run_layout
+from nemo_opd.data.columns import Layout, domain_column, has_contrast, run_layout
 from nemo_opd.data.context import PrivilegedPrompt
 from nemo_opd.data.loader import Domains, domains_of, in_domains
 from nemo_opd.data.order import BatchOrder, State
@@ -154,8 +154,7 @@ class _PromptSet:
     """Prompts that leave room for a response."""
 
     documents: Dataset
-    names: Mapping[str, str]
-    """Column name in the user's data → name used here."""
+    layout: Layout
     rows: tuple[int, ...]
     """Rows of `documents` that leave room for a response."""
     num_dropped: int
@@ -165,7 +164,7 @@ class _PromptSet:
         return len(self.rows)
 
     def read(self, indices: Sequence[int]) -> list[Prompt]:
-        return read_prompts(self.documents, [self.rows[i] for i in indices], self.names)
+        return read_prompts(self.documents, [self.rows[i] for i in indices], self.layout)
 
     def all(self) -> list[Prompt]:
         return self.read(range(len(self)))
@@ -180,13 +179,13 @@ def _prompt_set(
         documents = load_documents(source, layout, key=key)
         if has_contrast(config):
             documents = with_others(documents, key)
-        prompts = read_prompts(documents, range(len(documents)), layout.columns)
+        prompts = read_prompts(documents, range(len(documents)), layout)
     if config.reward is not None:
         check_answers(config.reward, prompts, source=key)
     way_out = "raise rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
     fitting = drop_long(prompts, renderer, longest_prompt(config), key=key, way_out=way_out)
     rows = tuple(prompt.index for prompt in fitting)
-    return _PromptSet(documents, layout.columns, rows, len(prompts) - len(fitting))
+    return _PromptSet(documents, layout, rows, len(prompts) - len(fitting))
 
 
 def _require_responses(prompts: _PromptSet, renderer: Renderer, key: str) -> None:
@@ -195,8 +194,8 @@ def _require_responses(prompts: _PromptSet, renderer: Renderer, key: str) -> Non
         if prompt.response is None:
             raise DataError(
                 f"{key}: row {prompt.index} (counted from 0 over all files) has no response to learn from; set "
-                "data.response_key to its column (texts), end the conversation with the assistant's message, or leave "
-                "the row out"
+                "data.response_key to its column (texts) or, with data.prompt_key, data.completion_key, end the "
+                "conversation with the assistant's message, or leave the row out"
             )
 
 

@@ -241,11 +241,11 @@ def _resolve(config: RunConfig, i: int, settings: UnresolvedTeacher, student: Mo
             served = Endpoint(**{name: getattr(settings, name) for name in in_served})
             settings = settings.model_copy(update={"served": served})
     if _reads_students_ids(config, i, settings, student, teacher):
-        return _same_tokenizer_settings(settings, i)
+        return _same_tokenizer_settings(config, settings, i)
     return settings.model_dump(mode="json", exclude=in_served) | {"type": "cross_tokenizer"}
 
 
-def _same_tokenizer_settings(teacher: UnresolvedTeacher, i: int) -> dict[str, Any]:
+def _same_tokenizer_settings(config: RunConfig, teacher: UnresolvedTeacher, i: int) -> dict[str, Any]:
     """Return the settings of a teacher that reads the student's ids.
 
     Raises ConfigError if a setting for teachers with another tokenizer is changed.
@@ -257,7 +257,8 @@ def _same_tokenizer_settings(teacher: UnresolvedTeacher, i: int) -> dict[str, An
             "aligned; leave it out"
         )
     fields = {*TeacherBase.model_fields, "loss"}
-    if teacher.context is None:
+    is_asked = config.evaluation is not None and config.evaluation.teachers
+    if teacher.context is None and not is_asked:
         fields -= {"chat_template", "chat_template_kwargs"}  # it reads conversations as the student renders them
     return teacher.model_dump(mode="json", include=fields) | {"type": "same_tokenizer"}
 
@@ -272,7 +273,8 @@ def _reads_students_ids(
     """Return whether the teacher's tokens of a text, after its context if it has one, are the student's."""
     if config.data.is_chat and settings.context is None:
         ours = student.tokenizer.chat_template, dict(config.student.chat_template_kwargs)
-        if ours != (teacher.tokenizer.chat_template, dict(settings.chat_template_kwargs)):
+        theirs = teacher.tokenizer.chat_template, dict(settings.chat_template_kwargs)
+        if theirs not in (ours, (None, {})):  # without a template it can read only the student's rendering
             return False
     try:
         require_same_tokenizer(i, settings, student.tokenizer, teacher.tokenizer)

@@ -23,7 +23,7 @@ from nemo_opd.config.load import to_yaml
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.data.record import Prompt
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import AlignmentError, ConfigError
 from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, load_benchmarks
 from nemo_opd.evaluation.estimates import Estimate
 from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward, resolved_sets
@@ -92,7 +92,7 @@ def drive(config: EvaluationConfig, console: Console, output_dir: Path | None = 
         model, tokenizer = load_config(config.model, key="model"), _load_tokenizer(config)
         require_causal(model, config.model, key="model")
         positions = max_positions(model)
-        renderers = [build_renderer(tokenizer, resolved.is_chat, config.chat_template_kwargs) for resolved in sets]
+        renderers = [_renderer(config, resolved, tokenizer) for resolved in sets]
         fitting = [
             _drop_long_questions(resolved, prompts, renderer, config, positions)
             for resolved, prompts, renderer in zip(sets, questions, renderers, strict=True)
@@ -134,6 +134,17 @@ def drive(config: EvaluationConfig, console: Console, output_dir: Path | None = 
     written = f"{RESULTS} and samples.jsonl" if sets else RESULTS
     console.print(f"wrote {output_dir}/{written}", soft_wrap=True)
     return results
+
+
+def _renderer(config: EvaluationConfig, resolved: ResolvedSet, tokenizer: PreTrainedTokenizerFast) -> Renderer:
+    """Return the renderer of a set's questions. Raises AlignmentError for conversations without a chat template."""
+    if resolved.is_chat and not tokenizer.chat_template:
+        column = "".join(resolved.prompt_key[:1]) or "COLUMN"
+        raise AlignmentError(
+            f"model={config.model} has no chat template, which conversations need; write chat_template=plain, a "
+            f"file, or {resolved.layout.settings['text_key']}={column} to continue texts"
+        )
+    return build_renderer(tokenizer, resolved.is_chat, config.chat_template_kwargs)
 
 
 @contextmanager

@@ -177,6 +177,25 @@ def test_generate_prints_samples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--top-p=0: must be above 0" in capsys.readouterr().err
     assert exit_status(*asked, "--temperature", "nan") == 1
     assert "--temperature=nan: must be at least 0" in capsys.readouterr().err
+    assert exit_status(*asked, "--chat") == 1
+    assert "has no chat template, which --chat needs; leave out --chat" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "command"),
+    [
+        ("--data", ("cache", "build", "--top-k", "4")),
+        ("--text", ("transplant", "--tokenizer", "demo:student")),
+    ],
+)
+def test_a_command_names_its_own_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, command: tuple[str, ...]
+) -> None:
+    """Bug: `set data.text_key`, which these commands do not take."""
+    (file := tmp_path / "q.jsonl").write_text('{"question": "1+1", "answer": "2"}')
+    assert exit_status(*command, "--model", "demo:teacher_cross", "--output", tmp_path / "new", option, file) == 1
+    error = f"{option}='{file}' has no column 'text'; set --text-key to one of its columns: question, answer\n"
+    assert capsys.readouterr().err.endswith(error)
 
 
 def test_a_seed_that_no_generator_takes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

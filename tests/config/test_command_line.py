@@ -312,6 +312,10 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
         (["teachers=phi"], r"^teachers=phi: .* choose one of .*demo_multi, .*phi4mini_llama3b"),
         (["run.output_dir=/runs/a(b"], r"^run\.output_dir=/runs/a\(b: cannot be read .* quote a value"),
         (["train"], r"^train: cannot be read as key=value, and is neither a YAML file nor a recipe"),
+        (
+            ["nemo_opd/demo/models/student"],
+            r"student: it is a model's folder; write student=nemo_opd/demo/models/student",
+        ),
         (["a.yaml"], r"^--config=a\.yaml: there is no such file"),
         (["off_policy_demo", "b.yaml"], r"^b\.yaml: the settings come from off_policy_demo already; name one file$"),
         (

@@ -7,8 +7,9 @@ import yaml
 
 from nemo_opd.cli.settings_verbs import main
 from nemo_opd.config import secrets
+from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import from_yaml, run_with_hydra, to_yaml
-from nemo_opd.config.run import RunConfig, from_dict
+from nemo_opd.config.run import RunConfig, from_dict, validated
 from nemo_opd.config.secrets import MASK, without_secrets
 from nemo_opd.config.teacher import Endpoint, SameTokenizerTeacher, Teacher
 from nemo_opd.errors import ConfigError, RolloutError
@@ -136,6 +137,8 @@ def test_a_secret_under_a_wrong_key_is_masked() -> None:
         composed("+run.push_to_hub={repo:me/model}", f"+run.push_to_hub.token={VALUE}")
     with pytest.raises(ConfigError, match=r"data\.answer_key='solution': there is no such key"):
         composed("+data.answer_key=solution")
+    with pytest.raises(ConfigError, match=r"data\.completion_key='answer': there is no such key"):
+        validated({"model": "m", "data": {"completion_key": "answer"}}, EvaluationConfig)
 
 
 def _settled(teacher: Teacher) -> Teacher:

@@ -112,6 +112,7 @@ def test_a_key_of_the_other_loss_is_unknown() -> None:
         ("train.max_steps", 2.5, "train.max_steps=2.5: must be a valid integer"),
         ("train.max_steps", 0, "train.max_steps=0: must be greater than or equal to 1"),
         ("train.global_batch_size", None, "train.global_batch_size=null: must be a valid integer"),
+        ("data.text_key", None, "data.text_key=null: must be a valid string; leave it out (~data.text_key)"),
         ("train.max_steps", True, "train.max_steps=true: must be a number, not true or false"),
         ("student.optimizer.lr", False, "student.optimizer.lr=false: must be a number, not true or false"),
         ("student.optimizer.betas", [True, 0.9], "student.optimizer.betas=[true, 0.9]: must be a number, not true"),
@@ -171,6 +172,11 @@ def test_a_wrong_tag_is_told_the_choices(key: str, choices: str) -> None:
         data = changed(key, "nope")
 
     assert message_of(data) == f"{key}='nope': choose one of {choices}"
+
+
+def test_a_function_in_place_of_a_type() -> None:
+    message = message_of(VALID | {"rollout": HF, "reward": {"type": "rewards:mine"}})
+    assert message.endswith("; for your own function, write reward: {type: function, function: rewards:mine}")
 
 
 def test_a_key_that_is_called_like_the_tag() -> None:

@@ -143,7 +143,7 @@ def test_prompts_of_a_run_that_samples(tmp_path: Path) -> None:
         {"train": write(tmp_path, [{"p": "Hi", "c": "Hello"}], "jsonl"), "prompt_key": "p", "completion_key": "c"}, Data
     )
     layout = document_layout(data)
-    (prompt,) = read_prompts(load_documents(data.train, layout, key="data.train"), [0], layout.columns)
+    (prompt,) = read_prompts(load_documents(data.train, layout, key="data.train"), [0], layout)
     assert (prompt.content, prompt.response) == (HI, "Hello")
     assert prompt.row == {"p": "Hi", "c": "Hello"}
 

@@ -73,9 +73,9 @@ def test_values_of_conversations_stay(tmp_path: Path, kind: str) -> None:
     read = read_documents(documents, [3, 2, 1, 0])
     assert read == [Conversation(chat, [TOOL]) for chat in reversed(chats)]
     assert [json.dumps(each.messages) for each in read] == list(map(json.dumps, reversed(chats)))  # type: ignore[union-attr]
-    prompts = read_prompts(load_documents(source, CHAT.with_prompts(), key="data.train"), [2, 0], {"chat": "messages"})
+    prompts = read_prompts(documents, [2, 0], CHAT)
     assert [prompt.tools for prompt in prompts] == [[TOOL]] * 2
-    assert prompts[0].row["chat"] == chats[2]
+    assert prompts[0].row["messages"] == chats[2]
 
 
 def test_nulls_that_arrow_adds_go(tmp_path: Path) -> None:
@@ -112,8 +112,9 @@ def test_whole_rows_have_what_was_written(tmp_path: Path) -> None:
         {"text": "a", "tests": {"x": LARGE, "none": None}, "day": "2024-01-01", "n": 1, "ok": True},
         {"text": "b", "tests": [1, "a"], "day": "2024-01-02", "n": 2, "late": "z"},
     ]
-    documents = load_documents(jsonl(tmp_path, rows), replace(text_layout("text"), whole_rows=True), key="data.train")
-    first, second = (prompt.row for prompt in read_prompts(documents, [0, 1], {"text": "text"}))
+    layout = replace(text_layout("text"), whole_rows=True)
+    documents = load_documents(jsonl(tmp_path, rows), layout, key="data.train")
+    first, second = (prompt.row for prompt in read_prompts(documents, [0, 1], layout))
     assert first == {**rows[0], "late": None}
     assert second == {**rows[1], "ok": None}
 

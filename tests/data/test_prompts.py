@@ -40,6 +40,18 @@ def test_texts_with_answers_and_responses(tmp_path: Path) -> None:
     assert read_prompts(load(tmp_path, rows, TEXTS), [0]) == [Prompt(0, "a")]
 
 
+def test_answers_may_be_the_responses(tmp_path: Path) -> None:
+    """Bug: a file of questions and answers cannot be validated on, since the reward reads its answers, too."""
+    rows = {"question": ["a", "b"], "answer": ["x", None]}
+    for data, keys in (
+        (TEXTS, {"answer_key": "answer", "response_key": "answer"}),
+        (Data(prompt_key=("question",), completion_key="answer"), {"answer_key": "answer"}),
+    ):
+        layout = document_layout(data).with_prompts(**keys)
+        (prompt,) = read_prompts(load(tmp_path, {name: rows[name][:1] for name in rows}, data, **keys), [0], layout)
+        assert (prompt.answer, prompt.response, prompt.row) == ("x", "x", {"question": "a", "answer": "x"})
+
+
 @pytest.mark.parametrize(
     ("answers", "texts"),
     [([42, -1], ["42", "-1"]), ([42.0, 0.1], ["42", "0.1"]), ([10.0**30, 2.5], [str(int(1e30)), "2.5"])],

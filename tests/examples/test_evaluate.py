@@ -40,6 +40,44 @@ def own(questions: Path) -> tuple[str, ...]:
     return ("model=demo:student", f"data.jsonl_files={questions}", "data.messages_key=null", "reward=numeric")
 
 
+@pytest.mark.parametrize(
+    ("columns", "named", "read"),
+    [
+        (["question", "answer"], [], ("text", None, ("question",))),
+        (["question", "answer"], ["data.text_key=question"], ("question", None, ())),
+        (["prompt", "response"], [], ("text", None, ("prompt",))),
+        (["text", "answer"], [], ("text", None, ())),
+        (["messages", "text"], [], ("text", "messages", ())),
+        (["body"], [], ("text", "messages", ())),
+    ],
+)
+def test_the_columns_of_questions_are_found_out(
+    tmp_path: Path, columns: list[str], named: list[str], read: tuple[object, ...]
+) -> None:
+    """Bug: `data=FILE reward=numeric`, as the command itself prints it, asks for `messages` whatever the file has."""
+    (tmp_path / "q.jsonl").write_text(json.dumps(dict.fromkeys(columns, "1")))
+    data = compose("model=demo:student", f"data={tmp_path}/q.jsonl", "reward=numeric", *named).data
+    assert (data.text_key, data.messages_key, data.prompt_key) == read
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        (["question", "answer"], "model=demo:student has no chat template, which conversations need; write chat_"),
+        (["question", "answer"], "chat_template=plain, a file, or data.text_key=question to continue texts"),
+        (["body", "answer"], "its columns: body, answer, or in its place data.text_key to one of texts"),
+        (["prompt", "answer"], "2 ways; write data.text_key=prompt, or data.prompt_key=[prompt]"),
+    ],
+)
+def test_questions_that_cannot_be_read_are_told_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], columns: list[str], says: str
+) -> None:
+    """Bug: the advice `data.completion_key=answer`, which is not a setting of an evaluation."""
+    (tmp_path / "q.jsonl").write_text(json.dumps(dict.fromkeys(columns, "1")))
+    assert exit_status("evaluate", "model=demo:student", f"data={tmp_path}/q.jsonl", "reward=numeric") == 1
+    assert says in capsys.readouterr().err
+
+
 def test_an_evaluation_writes_what_it_found(questions: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     config = compose(
@@ -135,7 +173,7 @@ def test_a_named_column_replaces_the_recipes(column: str, tmp_path: Path) -> Non
     file = tmp_path / "questions.jsonl"
     file.write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
     questions = ("model=demo:student", f"data.jsonl_files={file}", "reward=numeric")
-    with pytest.raises(DataError, match=f", or write data.{re.escape(column)}"):
+    with pytest.raises(DataError, match=f"write .*data.{re.escape(column)}"):
         evaluate(compose(*questions))
     assert compose(*questions, f"data.{column}").data.messages_key is None
 

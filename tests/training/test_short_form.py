@@ -102,6 +102,20 @@ def test_a_few_lines_are_an_on_policy_run(folder: Path) -> None:
     assert [record["step"] for record in read(Path("run/metrics.jsonl"))] == [1, 2, 3, 4]
 
 
+def test_a_teacher_without_a_template_reads_the_students_conversations(folder: Path) -> None:
+    """Bug: `student.chat_template=plain`, as the message says, makes another tokenizer of the teacher's."""
+    (folder / "teacher_same" / "chat_template.jinja").unlink()
+    Path("mine.yaml").write_text(SHORT.replace("teacher_same]", "{model: teacher_same, chat_template: null}]"))
+
+    def settled(*overrides: str) -> list[tuple[str, str | None]]:
+        config = settle_tokenizers(compose("mine.yaml", ["data.messages_key=messages", *overrides]), "cpu")
+        return [(teacher.type, teacher.chat_template) for teacher in config.teachers]
+
+    assert settled() == [("cross_tokenizer", None), ("same_tokenizer", None)]
+    answers = ["teachers.1.chat_template=student", "evaluation.teachers=true"]
+    assert settled(*answers)[1] == ("same_tokenizer", "student")
+
+
 def test_the_long_form_is_the_same_run(folder: Path) -> None:
     """A setting has another value in the short form, so that results of the two forms differ."""
     write_records(TEXTS)
