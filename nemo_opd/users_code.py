@@ -176,7 +176,7 @@ def _described(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and not frame.filename.startswith("<frozen importlib")
+        if frame.filename not in (__file__, importlib.__file__) and not frame.filename.startswith("<frozen importlib")
     ]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{': ' if message else ''}{message}{place}"

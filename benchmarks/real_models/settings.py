@@ -46,7 +46,7 @@ ON_GPU = Size(steps=450, rows=32, max_length=2048, device="cuda")
 _ROWS_AT_A_TIME = 8
 """Largest microbatch off-policy."""
 _GRADIENTS_EVERY = 10
-"""Steps between two comparisons of KD's gradient with cross-entropy's in `languages`; the median step is without."""
+"""Steps between two comparisons of KD's gradient with cross-entropy's in `languages`; the median step has none."""
 _DATA_WORKERS = 8
 """Processes that tokenize and align for a GPU."""
 
@@ -143,26 +143,28 @@ def _with_gemma(
     return Setting("languages", f"gemma_{name}", about, changes, None if name == "ce" else "gemma_ce", is_timed)
 
 
+def _byte_prefix_arms(suffix: str, source: str, gemma: Mapping[str, Any]) -> list[Setting]:
+    """Return `byte_prefix` at starts of chunks and everywhere. source: of the teacher's output, for descriptions."""
+    return [
+        _with_gemma(f"starts{suffix}", f"cross-entropy and byte_prefix{source}", "byte_prefix", gemma=gemma),
+        *(
+            _with_gemma(
+                f"{ends}{suffix}",
+                f"cross-entropy and byte_prefix everywhere, {about}{source}",
+                "byte_prefix",
+                gemma=gemma,
+                ends=ends,
+                **EVERYWHERE,
+            )
+            for ends, about in ENDS.items()
+        ),
+    ]
+
+
 WITH_GEMMA = [
     _with_gemma("ce", "cross-entropy alone", "byte_prefix", kd_weight=0.0),
-    *(
-        arm
-        for suffix, source, gemma in (("", "", GEMMA), ("_cached", f", from a cache, k = {TOP_K}", GEMMA_CACHED))
-        for arm in (
-            _with_gemma(f"starts{suffix}", f"cross-entropy and byte_prefix{source}", "byte_prefix", gemma=gemma),
-            *(
-                _with_gemma(
-                    f"{ends}{suffix}",
-                    f"cross-entropy and byte_prefix everywhere, {about}{source}",
-                    "byte_prefix",
-                    gemma=gemma,
-                    ends=ends,
-                    **EVERYWHERE,
-                )
-                for ends, about in ENDS.items()
-            ),
-        )
-    ),
+    *_byte_prefix_arms("", "", GEMMA),
+    *_byte_prefix_arms("_cached", f", from a cache, k = {TOP_K}", GEMMA_CACHED),
     *(
         _with_gemma(
             f"drop_cached_{name}",

@@ -52,9 +52,8 @@ def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = Tr
             require_same_run(progress.settings, identity(config), str(checkpoints.path(progress.step)))
         return newest
     if steps := checkpoints.steps():
-        if is_locked(output_dir):
-            with open_unlinked(output_dir / LOCK_NAME, "r") as file:
-                raise ConfigError(_in_use_message(output_dir, file))
+        if (holder := lock_holder(output_dir)) is not None:
+            raise ConfigError(_in_use_message(output_dir, holder))
         raise ConfigError(
             f"run.output_dir={output_dir} holds a run with a checkpoint at step {steps[-1]}; write run.resume=auto to "
             "continue it, or another run.output_dir"
@@ -81,21 +80,23 @@ def default_output_dir(name: str) -> Path:
     return folder
 
 
-def is_locked(output_dir: Path) -> bool:
-    """Return whether a process holds the lock of a run's directory."""
-    try:
-        with open_unlinked(output_dir / LOCK_NAME, "r") as file:
+def lock_holder(output_dir: Path) -> str | None:
+    """Return the text on the process that holds the lock of a run's directory; None if none does."""
+    # Without a lock file, or on a file system without locks, nobody holds it.
+    with suppress(OSError), open_unlinked(output_dir / LOCK_NAME, "r") as file:
+        try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no lock file, or a file system without locks
-        return False
-    return False
+        except BlockingIOError:
+            return _holder(file)
+    return None
 
 
-def _in_use_message(output_dir: Path, lock: TextIO) -> str:
+def _holder(lock: TextIO) -> str:
     lock.seek(0)
-    holder = lock.read() or "another process"
+    return lock.read() or "another process"
+
+
+def _in_use_message(output_dir: Path, holder: str) -> str:
     return (
         f"run.output_dir={output_dir} is in use by {holder}; wait until that run has ended, or name another directory"
     )
@@ -125,7 +126,7 @@ class RunLock(Closing):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 with file:
-                    raise ConfigError(_in_use_message(self.path.parent, file)) from None
+                    raise ConfigError(_in_use_message(self.path.parent, _holder(file))) from None
             except OSError as error:
                 _LOG.warning("%s cannot be locked (%s); make sure that no other run uses the folder", self.path, error)
             # The previous holder may have removed the file after we opened it; then lock the new one.

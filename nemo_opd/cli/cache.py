@@ -165,13 +165,13 @@ def _file_config(arguments: Namespace) -> RunConfig:
     model, served = {"model": arguments.model}, _served(arguments)
     data: dict[str, Any] = {"train": source.model_dump(exclude_unset=True), "cache": False}
     settings = {key: f"--{key.replace('_', '-')}" for key in ("text_key", "messages_key")}
-    layout = text_layout(arguments.text_key, settings)
     if arguments.messages_key:
         layout = chat_layout(arguments.messages_key, None, settings)
         data |= {"messages_key": arguments.messages_key}
     else:
         data |= {"packing": not arguments.no_packing, "append_eos": not arguments.no_append_eos}
         data["text_key"] = arguments.text_key
+        layout = text_layout(arguments.text_key, settings)
     require_suitable(source, layout, key="--data")
     return from_dict(
         {

@@ -44,6 +44,7 @@ def _generate(arguments: Namespace, console: Console) -> None:
     from transformers import GenerationConfig
 
     from nemo_opd.config.rollout import HFRollout
+    from nemo_opd.models.folder import require_weights
     from nemo_opd.models.load import load_config, load_tokenizer
     from nemo_opd.models.token_trials import require_causal
     from nemo_opd.rollout.base import EngineSpec, Sampling
@@ -56,12 +57,13 @@ def _generate(arguments: Namespace, console: Console) -> None:
         raise ConfigError("no prompt: pass --prompt, or pipe lines to stdin")
     config = load_config(arguments.model, key="--model")
     require_causal(config, arguments.model, key="--model")
+    require_weights(arguments.model, key="--model")
     key, source = ("--model", arguments.model) if arguments.tokenizer is None else ("--tokenizer", arguments.tokenizer)
     tokenizer = load_tokenizer(source, key=key)
     if arguments.chat and not tokenizer.chat_template:
         raise ConfigError(
-            f"{key}={source} has no chat template, which --chat needs; leave out --chat, or write --tokenizer with the "
-            "instruct model's"
+            f"{key}={source} has no chat template, which --chat needs; leave out --chat, or name the instruct model "
+            "as --tokenizer"
         )
     ends, positions = end_ids(tokenizer, GenerationConfig.from_model_config(config)), max_positions(config)
     spec = EngineSpec(len(tokenizer), ends, arguments.dtype, Path(), positions)

@@ -258,11 +258,9 @@ def _explain(
         return f"{key}.type: {_EMPTY}"
     if kind == "union_tag_invalid":
         tags = problem["ctx"]["expected_tags"]
-        is_code = "'function'" in tags and re.fullmatch(_USERS_CODE, str(value["type"]))
-        way_out = (
-            f"; for your own function, write {key}: {{type: function, function: {value['type']}}}" if is_code else ""
-        )
-        return f"{key}.type={value['type']!r}: choose one of {tags}{way_out}"
+        is_code = "'function'" in tags and re.fullmatch(_USERS_CODE, str(value["type"])) is not None
+        advice = f"; for your own function, write {key}.type=function {key}.function={value['type']}" if is_code else ""
+        return f"{key}.type={value['type']!r}: choose one of {tags}{advice}"
     if kind in ("model_type", "model_attributes_type"):
         keys = ", ".join(_keys_at(path, data, model))
         return f"{key}={text}: a group of keys, not one value; set {key}.KEY of {keys}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from nemo_opd.data.columns import DATA, Column, Layout, Use
+from nemo_opd.data.columns import DATA_SETTINGS, Column, Layout, Use
 from nemo_opd.data.lines import Origin
 from nemo_opd.data.record import parsed
 from nemo_opd.errors import DataError
@@ -52,16 +52,16 @@ def prompt_readings(schema: pa.Schema) -> list[Reading]:
     return []
 
 
-def described(reading: Reading, settings: Mapping[str, str] = DATA) -> str:
+def described(reading: Reading, settings: Mapping[str, str] = DATA_SETTINGS) -> str:
     """Return a reading as it is written on a command line. settings: as in `Layout`."""
     written = {key: value if isinstance(value, str) else f"[{','.join(value)}]" for key, value in reading.items()}
     return " ".join(f"{settings[key]}={value}" for key, value in written.items())
 
 
-def limited(ways: Iterable[Reading], keys: Container[str]) -> list[Reading]:
-    """Return the different readings that remain with these keys of `data` alone; completions may be left out."""
-    limits = ({key: names for key, names in way.items() if key in keys} for way in ways)
-    return [*{described(way): way for way in limits if way}.values()]
+def restricted_to(ways: Iterable[Reading], keys: Container[str]) -> list[Reading]:
+    """Drop the keys of readings that are not in `keys`, then duplicates."""
+    restricted = ({key: names for key, names in way.items() if key in keys} for way in ways)
+    return [*{described(way): way for way in restricted if way}.values()]
 
 
 def require_columns(layout: Layout, schema: pa.Schema, source: str, *, is_first: bool = True) -> None:
@@ -100,12 +100,13 @@ def _remedy(layout: Layout, column: Column, schema: pa.Schema, source: str, *, i
         )
     if column.use in ("prompt", "field"):
         return f", which {column.setting} names; write one of its columns there: {names}"
-    settings, ways = layout.settings, readings(schema)
-    if column.setting == settings.get("messages_key"):
-        ways = ways or prompt_readings(schema)
-        names = f"{names}, or in its place {settings['text_key']} to one of texts"
+    settings = layout.settings
     key = next((key for key, setting in settings.items() if setting == column.setting), None)
-    ways = [way for way in limited(ways, settings) if key not in way] if key else []
+    ways = readings(schema) if key not in (None, "tools_key") else []
+    if key == "messages_key":
+        ways = ways or prompt_readings(schema)
+        names = f"{names}; for texts, set {settings['text_key']} instead"
+    ways = [way for way in restricted_to(ways, settings) if key not in way]
     advice = "".join(f", or write {described(reading, settings)}" for reading in ways)
     return f"; set {column.setting} to one of its columns: {names}{advice}"
 

@@ -29,7 +29,9 @@ prompt, field: a teacher's whole prompt, or a value in it.
 """
 
 
-DATA = {key: f"data.{key}" for key in ("text_key", "messages_key", "prompt_key", "completion_key", "tools_key")}
+DATA_SETTINGS = {
+    key: f"data.{key}" for key in ("text_key", "messages_key", "prompt_key", "completion_key", "tools_key")
+}
 """Settings of a run that name the columns of documents, as they are typed, by their keys."""
 
 
@@ -68,7 +70,7 @@ class Layout:
         return columns
 
     def ours(self, use: Use) -> str:
-        """Return our name of the column with this use: of another use's if they share it. Without one, the use."""
+        """Return our name for the column with this use, the first use's if it is shared; the use if none is named."""
         return next((column.ours for column in self.named if column.use == use), use)
 
     def with_prompts(
@@ -77,7 +79,7 @@ class Layout:
         """Add a verifiable reward's answers and the responses, if their columns are named.
 
         reward: section of the settings that contains `answer_key`. Answers may be the completions or the responses.
-        Raises DataError for another column of documents.
+        Raises DataError if it is another column of the documents.
         """
         layout = self
         uses: tuple[tuple[str, str | None, Use], ...] = (
@@ -123,7 +125,7 @@ class Layout:
         return replace(self, whole_rows=reads_rows)
 
 
-def text_layout(text_key: str, settings: Mapping[str, str] = DATA) -> Layout:
+def text_layout(text_key: str, settings: Mapping[str, str] = DATA_SETTINGS) -> Layout:
     """Return the layout of documents that are strings. settings: as in `Layout`."""
     return Layout((Column(settings["text_key"], text_key, TEXT, "text", is_required=True),), settings)
 
@@ -131,7 +133,7 @@ def text_layout(text_key: str, settings: Mapping[str, str] = DATA) -> Layout:
 def chat_layout(
     messages_key: str | None,
     tools_key: str | None,
-    settings: Mapping[str, str] = DATA,
+    settings: Mapping[str, str] = DATA_SETTINGS,
     prompt_key: Sequence[str] = (),
     completion_key: str | None = None,
 ) -> Layout:
@@ -160,7 +162,7 @@ def document_layout(data: Data) -> Layout:
     """Return the layout of a run's documents."""
     if not data.is_chat:
         return text_layout(data.text_key)
-    return chat_layout(data.messages_key, data.tools_key, DATA, data.prompt_key, data.completion_key)
+    return chat_layout(data.messages_key, data.tools_key, DATA_SETTINGS, data.prompt_key, data.completion_key)
 
 
 def run_layout(config: RunConfig, *, is_validation: bool = False) -> Layout:

@@ -277,6 +277,11 @@ def is_share(measure: str, *values: float) -> bool:
     return _NO_SHARES.isdisjoint(re.split(r"[./]", measure)) and all(0 <= value <= 1 for value in values)
 
 
+def loss_name(kind: object, divergence: object, common_weight: object) -> str:
+    """Return a loss's type, with its divergence if that has an effect."""
+    return f"{kind}" if divergence is None or common_weight == 0 else f"{kind} ({divergence})"
+
+
 def is_mean(measure: str) -> bool:
     """Return whether a measure is a mean of rewards, which need not be a share."""
     return measure.rpartition("/")[2].startswith("mean@")

@@ -132,10 +132,7 @@ def write_chart(
 
 
 def _label_single_points(axes: Axes, theme: Theme) -> None:
-    """Draw curves of one point as a dot, with its value if no other curve could run through it.
-
-    Lines that span the axes have two points.
-    """
+    """Draw curves of one point as a dot, with its value if no other curve could run through it."""
     curves = {
         line: [(float(x), float(y)) for x, y in line.get_xydata().tolist() if math.isfinite(y)]  # type: ignore[union-attr]
         for line in axes.get_lines()

@@ -136,7 +136,7 @@ def sweep_table(runs: Sequence[SweptRun], measures: Sequence[str]) -> Table:
     """Return a table with a row for each run."""
     table = titled_table("Runs")
     for i, head in enumerate(_headings(measures)):
-        # or a narrow column breaks the word after the slash
+        # A narrow column would break the word after the slash.
         table.add_column(head.replace("/", "/\n"), justify="right" if i else "left", overflow="fold")
     for run in runs:
         table.add_row(*run.cells(measures))
@@ -165,24 +165,25 @@ def _headings(measures: Sequence[str]) -> list[str]:
 def unlike(runs: Sequence[SweptRun]) -> list[str]:
     """Say in a sentence for each run why its figures do not compare with those of the first run that has them."""
     validated = [run for run in runs if _validated(run)]
-    last_steps = [
-        {run.name: steps[-1] for run in runs if (steps := series(run.records, key)[0])} for key in measures_of(runs)
-    ]
+    measures = measures_of(runs)
+    last_steps = {
+        heading: {run.name: steps[-1] for run in runs if (steps := series(run.records, key)[0])}
+        for key, heading in zip(measures, _headings(measures)[1:-2], strict=True)
+    }
     sentences: list[str] = []
     for run in runs:
         if run in validated[1:]:
             sentences += _validated_otherwise(run, validated[0])
-        sentences += _of_another_step(run.name, last_steps)
+        sentences += _step_differences(run.name, last_steps)
     return sentences
 
 
-def _of_another_step(name: str, last_steps: Sequence[Mapping[str, float]]) -> list[str]:
-    """Say if a figure of a run is of another step than the first run's. last_steps: keyed by run, for each figure."""
-    for by_run in last_steps:
+def _step_differences(name: str, last_steps: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """Say which figures of a run are of another step than the first run's. last_steps: by heading and run."""
+    for heading, by_run in last_steps.items():
         first, first_step = next(iter(by_run.items()))
         if (step := by_run.get(name, first_step)) != first_step:
-            return [f"{name}: its figures are of step {step:,.0f}, {first}'s of step {first_step:,.0f}."]
-    return []
+            yield f"{name}: its {heading} is of step {step:,.0f}, {first}'s of step {first_step:,.0f}."
 
 
 def _read_alike(run: SweptRun, first: SweptRun) -> bool:

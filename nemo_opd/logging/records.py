@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.errors import DataError
 from nemo_opd.files import load_yaml, read_data, read_file, storage_errors, write_atomically
-from nemo_opd.logging.base import RunSummary, bits, change, figure, share
+from nemo_opd.logging.base import RunSummary, bits, change, figure, loss_name, share
 
 _Fact = tuple[str, str]
 """Label and value."""
@@ -237,9 +237,7 @@ def overview(config: object) -> list[_Fact]:
 
 
 def _loss_name(loss: object) -> str:
-    """Return a loss's type, and its divergence if that has an effect."""
-    divergence = None if value_at(loss, "common_weight") == 0 else value_at(loss, "divergence")
-    return f"{value_at(loss, 'type')}" + (f" ({divergence})" if divergence else "")
+    return loss_name(*(value_at(loss, key) for key in ("type", "divergence", "common_weight")))
 
 
 def _source_name(value: list[object] | dict[str, object]) -> str:

@@ -173,7 +173,7 @@ def _cell(text: str) -> str:
 
 def _unbroken(text: str) -> str:
     """Keep a figure on one line with its unit, and an interval with its bounds."""
-    return re.sub(r"(?<=[\d±]) (?=[\d%±]|points|to )|(?<=\d to) ", "\N{NO-BREAK SPACE}", text)
+    return re.sub(r"(?<=±) |(?<=\d) (?=[%±]|points|to )|(?<=\d to) ", "\N{NO-BREAK SPACE}", text)
 
 
 def _ends(text: str) -> tuple[str, str]:

@@ -98,6 +98,15 @@ def check_folder(reference: str, *, key: str) -> None:
             raise ModelError(f"{key}={reference}: {file.name} is missing or damaged ({why}); copy it there again")
 
 
+def require_weights(reference: str, *, key: str) -> None:
+    """Raise ModelError, naming `key`, for the folder of a teacher's cache, which passes `check_folder`."""
+    if (Path(reference) / shard.MANIFEST).is_file():
+        raise ModelError(
+            f"{key}={reference}: the folder is a teacher's cache, without weights; name a model, or in a run write the "
+            "teacher as {type: cached, cache: FOLDER}"
+        )
+
+
 def model_below(folder: Path) -> Path | None:
     """Return the folder with the model in a folder of a run or of a checkpoint; None if there is none."""
     return next((folder / name for name in ("final", "student") if (folder / name).is_dir()), None)

@@ -18,7 +18,7 @@ from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.short_form import long_form
 from nemo_opd.config.teacher import OwnIdsTeacher, UnresolvedTeacher
-from nemo_opd.data.column_checks import Reading, described, limited, prompt_readings, readings
+from nemo_opd.data.column_checks import Reading, described, prompt_readings, readings, restricted_to
 from nemo_opd.data.columns import run_layout
 from nemo_opd.data.source_files import first_schema, require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError, run_all
@@ -122,21 +122,17 @@ def with_documents_columns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_question_columns(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Name the columns of questions as the first file has them, if no setting but the recipe's names them.
+    """Name the columns of questions as the first file has them, if no setting names them; `messages` by default.
 
-    The recipe's `messages_key` counts for files with this column, for the hub and for sets. Raises DataError if there
-    are several readings.
+    Sets have the same columns, unless their settings name others. Raises DataError if there are several readings.
     """
-    unnamed = {key: value for key, value in data.items() if key != "messages_key"}
-    if data.get("messages_key", "messages") != "messages":
+    if any(data.get(key) for key in ("text_key", "messages_key", "prompt_key")):
         return data
-    if data.get("text_key") or data.get("prompt_key"):
-        return unnamed
     source, schema = _first_columns({kind: data.get(kind) for kind in Source.model_fields}, "data")
-    if schema is None or "messages" in schema.names:
-        return data
-    ways = limited(readings(schema), QuestionSource.model_fields) or prompt_readings(schema)
-    return {**unnamed, **reading} if (reading := _only_reading(ways, source)) else data
+    ways: Sequence[Reading] = ()
+    if schema is not None and "messages" not in schema.names:
+        ways = restricted_to(readings(schema), QuestionSource.model_fields) or prompt_readings(schema)
+    return {**data, **(_only_reading(ways, source) or {"messages_key": "messages"})}
 
 
 def _first_columns(source: object, key: str) -> tuple[str, pa.Schema | None]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from nemo_opd.config.model import Student
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import AlignmentError, ModelError
+from nemo_opd.models.folder import require_weights
 from nemo_opd.models.fused_layers import check_fused_layers, is_known, is_norm
 from nemo_opd.models.head import SOFT_CAPS
 from nemo_opd.models.load import build_on_meta, load_config, tokenizer_of
@@ -32,7 +32,7 @@ from nemo_opd.models.tensor_plan import decoder_layers
 from nemo_opd.models.token_trials import require_causal
 from nemo_opd.rollout.hf import max_positions
 from nemo_opd.rotary import RotaryLimit, rotary_limit
-from nemo_opd.teacher_cache.shard import MANIFEST, read_manifest
+from nemo_opd.teacher_cache.shard import read_manifest
 
 Shape = tuple[int, ...]
 _NO_LIMIT = 1 << 30
@@ -167,11 +167,7 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
     )
     require_causal(config, settings.reference, key=f"{key}.model")
     if isinstance(settings, Student) or settings.is_computed:
-        if (Path(settings.reference) / MANIFEST).is_file():
-            raise ModelError(
-                f"{key}.model={settings.reference}: the folder is a teacher's cache, without weights; name a model, or "
-                "write the teacher as {type: cached, cache: FOLDER}"
-            )
+        require_weights(settings.reference, key=f"{key}.model")
         check_fused_layers(model, settings.fused_layers, device, key=key)
         check_weights(model, settings.reference, key=f"{key}.model")
     size = size_of(model, adapters)

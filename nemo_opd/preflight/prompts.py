@@ -193,8 +193,8 @@ def _require_responses(prompts: _PromptSet, renderer: Renderer, key: str) -> Non
     for prompt in prompts.all():
         if prompt.response is None:
             raise DataError(
-                f"{key}: row {prompt.index} (counted from 0 over all files) has no response to learn from; set "
-                "data.response_key to its column (texts) or, with data.prompt_key, data.completion_key, end the "
+                f"{key}: row {prompt.index} (counted from 0 over all files) has no response to learn from; name its "
+                "column as data.response_key (texts) or data.completion_key (with data.prompt_key), end the "
                 "conversation with the assistant's message, or leave the row out"
             )
 

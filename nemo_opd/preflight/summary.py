@@ -17,7 +17,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import BACKENDS
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.plan import Traffic
-from nemo_opd.logging.base import RunSummary, TeacherSummary
+from nemo_opd.logging.base import RunSummary, TeacherSummary, loss_name
 from nemo_opd.logging.terminal import print_warning
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.flops import device_name
@@ -198,8 +198,7 @@ def _choices(plan: Plan) -> dict[str, str]:
 
 
 def _loss_name(loss: Loss | LossTerm) -> str:
-    divergence = None if getattr(loss, "common_weight", None) == 0 else getattr(loss, "divergence", None)
-    return loss.type if divergence is None else f"{loss.type} ({divergence})"
+    return loss_name(loss.type, getattr(loss, "divergence", None), getattr(loss, "common_weight", None))
 
 
 def _about(plan: Plan) -> str:

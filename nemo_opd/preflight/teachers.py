@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from nemo_opd.aggregation import TrainingObjective
 from nemo_opd.alignment import fingerprint
 from nemo_opd.alignment.pieces import ADDED
-from nemo_opd.config.model import Model
+from nemo_opd.config.model import Model, Parallelism
 from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import (
     CachedTeacher,
@@ -215,7 +215,9 @@ def settle_tokenizers(config: RunConfig, device: str) -> RunConfig:
     }
     if not unresolved:
         return config
-    student = read_model_info(config.student, "student", device)
+    # Devices for its layout may be missing where a checkpoint is converted.
+    unsharded = config.student.model_copy(update={"parallelism": Parallelism()})
+    student = read_model_info(unsharded, "student", device)
     settings = config.model_dump(mode="json")
     for i, teacher in unresolved.items():
         settings["teachers"][i] = _resolve(config, i, teacher, student, device)

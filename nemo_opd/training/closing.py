@@ -230,7 +230,8 @@ def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     config = read_config(first.folder)
     rows = []
     for (name, measure), reference in baseline.items():
-        if is_mean(measure) and reference.values[measure] == reference.values.get("pass@1"):
+        answered = [reference, *(values[name, measure] for values in values_of_runs if (name, measure) in values)]
+        if is_mean(measure) and all(values.values[measure] == values.values.get("pass@1") for values in answered):
             continue
         confidence = number_of_set(config, name, "confidence")
         cells = []

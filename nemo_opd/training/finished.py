@@ -11,7 +11,7 @@ from typing import Any
 
 from yaml import YAMLError
 
-from nemo_opd.checkpoint.run_directory import checkpoints_of, is_locked
+from nemo_opd.checkpoint.run_directory import checkpoints_of, lock_holder
 from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.load import from_yaml, to_yaml
 from nemo_opd.config.run import RunConfig
@@ -116,7 +116,7 @@ def read_facts(folder: Path) -> RunFacts:
     facts = RunFacts(
         folder=folder,
         name=folder.name,
-        status="running" if is_locked(folder) else end or _KILLED,
+        status=(end or _KILLED) if lock_holder(folder) is None else "running",
         step=0,
         total_steps=None if provenance is None else provenance.total_steps,
         started=None if provenance is None else provenance.started,

@@ -34,7 +34,7 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.answers import SAMPLE_LOG, SampleLog
 from nemo_opd.logging.base import figure, is_share, share
 from nemo_opd.logging.terminal import VisibleConsole, busy
-from nemo_opd.models.folder import read_template
+from nemo_opd.models.folder import read_template, require_weights
 from nemo_opd.models.load import load_config, load_tokenizer
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.models.token_trials import require_causal
@@ -84,6 +84,8 @@ def drive(config: EvaluationConfig, console: Console, output_dir: Path | None = 
     """
     require_installed(config.rollout)
     output_dir = output_dir or evaluation_folder(config)
+    if (output_dir / RESULTS).exists():
+        _log.warning("%s has the results of an earlier evaluation, which are replaced", output_dir)
     sets = list(resolved_sets(config, config.data, config.reward, ""))
     benchmarks = _load_benchmarks(config)
     with ExitStack() as stack:
@@ -91,6 +93,7 @@ def drive(config: EvaluationConfig, console: Console, output_dir: Path | None = 
         questions = [read_questions(resolved) for resolved in sets]
         model, tokenizer = load_config(config.model, key="model"), _load_tokenizer(config)
         require_causal(model, config.model, key="model")
+        require_weights(config.model, key="model")
         positions = max_positions(model)
         renderers = [_renderer(config, resolved, tokenizer) for resolved in sets]
         fitting = [
@@ -107,7 +110,6 @@ def drive(config: EvaluationConfig, console: Console, output_dir: Path | None = 
                 spec = EngineSpec(len(tokenizer), ends, config.dtype, output_dir, positions, gpus=gpus)
                 opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
                 engine = stack.enter_context(opened)
-        write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
         dropped = {
             resolved.name: len(prompts) - len(remaining)
             for resolved, prompts, remaining in zip(sets, questions, fitting, strict=True)
@@ -139,7 +141,7 @@ def drive(config: EvaluationConfig, console: Console, output_dir: Path | None = 
 def _renderer(config: EvaluationConfig, resolved: ResolvedSet, tokenizer: PreTrainedTokenizerFast) -> Renderer:
     """Return the renderer of a set's questions. Raises AlignmentError for conversations without a chat template."""
     if resolved.is_chat and not tokenizer.chat_template:
-        column = "".join(resolved.prompt_key[:1]) or "COLUMN"
+        column = next(iter(resolved.prompt_key), "COLUMN")
         raise AlignmentError(
             f"model={config.model} has no chat template, which conversations need; write chat_template=plain, a "
             f"file, or {resolved.layout.settings['text_key']}={column} to continue texts"
@@ -306,6 +308,7 @@ def _write_results(
             }
             for benchmark in benchmarks
         }
+    write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
     write_atomically(output_dir / RESULTS, (json.dumps(content, indent=2) + "\n").encode())
 
 

@@ -108,7 +108,10 @@ def test_unlike_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "start: it started at 2.0100 bits per byte, first at 2.0000.",
         "bytes: its bits per byte are over 99 bytes, and those of first over 100, so they do not compare.",
         "texts: it was validated on other texts than first, so bits per byte do not compare.",
-        "early: its figures are of step 1, first's of step 2.",
+        *(
+            f"early: its {figure} is of step 1, first's of step 2."
+            for figure in ("bits per byte", "CE, nats", "accuracy")
+        ),
         "old: old has no record of its validation texts or bytes, so the two may not compare.",
     ]
     assert unlike(read_runs(folders)) == expected
@@ -127,7 +130,7 @@ def test_scores_of_other_steps_are_named() -> None:
         SweptRun(name, Path(name), ({"step": step, **asked}, {"step": 9, "train/loss": 1.0}), True, None)
         for name, step in (("a", 4), ("b", 4), ("c", 8))
     ]
-    assert unlike(runs) == ["c: its figures are of step 8, a's of step 4."]
+    assert unlike(runs) == ["c: its pass@1 is of step 8, a's of step 4."]
 
 
 def test_a_section_that_a_run_lacks_is_one_row(tmp_path: Path) -> None:

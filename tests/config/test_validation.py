@@ -176,7 +176,7 @@ def test_a_wrong_tag_is_told_the_choices(key: str, choices: str) -> None:
 
 def test_a_function_in_place_of_a_type() -> None:
     message = message_of(VALID | {"rollout": HF, "reward": {"type": "rewards:mine"}})
-    assert message.endswith("; for your own function, write reward: {type: function, function: rewards:mine}")
+    assert message.endswith("; for your own function, write reward.type=function reward.function=rewards:mine")
 
 
 def test_a_key_that_is_called_like_the_tag() -> None:

@@ -48,6 +48,7 @@ def own(questions: Path) -> tuple[str, ...]:
         (["prompt", "response"], [], ("text", None, ("prompt",))),
         (["text", "answer"], [], ("text", None, ())),
         (["messages", "text"], [], ("text", "messages", ())),
+        (["messages", "text"], ["data.text_key=text", "data.messages_key=messages"], ("text", "messages", ())),
         (["body"], [], ("text", "messages", ())),
     ],
 )
@@ -65,7 +66,7 @@ def test_the_columns_of_questions_are_found_out(
     [
         (["question", "answer"], "model=demo:student has no chat template, which conversations need; write chat_"),
         (["question", "answer"], "chat_template=plain, a file, or data.text_key=question to continue texts"),
-        (["body", "answer"], "its columns: body, answer, or in its place data.text_key to one of texts"),
+        (["body", "answer"], "its columns: body, answer; for texts, set data.text_key instead"),
         (["prompt", "answer"], "2 ways; write data.text_key=prompt, or data.prompt_key=[prompt]"),
     ],
 )

@@ -217,8 +217,8 @@ def test_a_teachers_cache_as_a_model(refused: Refused, tiny: Tiny, inputs: Path,
     (folder / "cache.yaml").touch()
 
     assert refused(ModelError, f"{key}={folder}") == (
-        f"{key}={folder}: the folder is a teacher's cache, without weights; name a model, or write the teacher as "
-        "{type: cached, cache: FOLDER}"
+        f"{key}={folder}: the folder is a teacher's cache, without weights; name a model, or in a run write the "
+        "teacher as {type: cached, cache: FOLDER}"
     )
 
 
