@@ -126,7 +126,7 @@ def with_question_columns(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Sets have the same columns, unless their settings name others. Raises DataError if there are several readings.
     """
-    if any(data.get(key) for key in ("text_key", "messages_key", "prompt_key")):
+    if {"text_key", "messages_key", "prompt_key"} & data.keys():
         return data
     source, schema = _first_columns({kind: data.get(kind) for kind in Source.model_fields}, "data")
     ways: Sequence[Reading] = ()

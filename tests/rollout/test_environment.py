@@ -55,7 +55,7 @@ def test_environments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert build_environment(CalculatorEnvironment(type="calculator")).make is Calculator
     for reference, reason in (
         ("my_own_world:Nothing", "cannot be imported .AttributeError"),
-        ("no_such_world:World", "cannot be imported .ModuleNotFoundError"),
+        ("no_such_world:World", r"imported \(ModuleNotFoundError: No module named 'no_such_world'\); give"),
         ("my_leaving_world:World", "cannot be imported .SystemExit: 0"),
         ("my_own_world:x", "it is a int"),
         ("pathlib:Path", "without reset and step"),
