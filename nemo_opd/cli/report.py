@@ -54,7 +54,7 @@ def _write_report(folder: Path) -> object:
         raise DataError(facts.problem)
     if facts.results is None:
         config = folder / "config.yaml"
-        reason = "is of another version, which can report it," if config.exists() else "does not exist"
+        reason = "is not the configuration of a run of this version" if config.exists() else "does not exist"
         print_warning(f"{config} {reason}, so the report has no table of results and no verdict")
     report = write_report(folder, facts.results)
     print(visible(f"report  {report}"))

@@ -84,6 +84,11 @@ def drive(config: EvaluationConfig, console: Console, output_dir: Path | None = 
     """
     require_installed(config.rollout)
     output_dir = output_dir or evaluation_folder(config)
+    if (output_dir / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"output_dir={output_dir} holds a run, whose config.yaml and samples.jsonl would be replaced; name another "
+            f"directory, such as {output_dir / 'evaluation'}"
+        )
     if (output_dir / RESULTS).exists():
         _log.warning("%s has the results of an earlier evaluation, which are replaced", output_dir)
     sets = list(resolved_sets(config, config.data, config.reward, ""))

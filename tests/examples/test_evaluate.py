@@ -123,6 +123,13 @@ def test_questions_that_are_all_too_long_are_an_error(questions: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_is_not_overwritten(questions: Path, tmp_path: Path) -> None:
+    """Bug: config.yaml of the run was the evaluation's, so that its report had no results."""
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=f"output_dir={tmp_path} holds a run.*such as {tmp_path}/evaluation"):
+        evaluate(compose("model=demo:student", f"data={questions}", "reward=numeric", f"output_dir={tmp_path}"))
+
+
 def test_an_answer_that_the_reward_cannot_read_is_named(questions: Path, tmp_path: Path) -> None:
     with questions.open("a") as file:
         file.write('{"text": "Q", "answer": null}\n')
