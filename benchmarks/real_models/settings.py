@@ -178,7 +178,25 @@ WITH_GEMMA = [
         for name, about, kd_weight, ce_weight in (
             ("mostly", "with three times the weight of cross-entropy", 3.0, 1.0),
             ("alone", "without cross-entropy", 1.0, 0.0),
+            ("half", "with half the weight of cross-entropy", 0.5, 1.0),
         )
+    ),
+    _with_gemma(
+        "starts_cached_by_token",
+        "the same as `starts_cached`, divided by tokens",
+        "byte_prefix",
+        gemma=GEMMA_CACHED,
+        normalizer="student_tokens",
+    ),
+    *(
+        _with_gemma(
+            f"alm_cached_{temperature}",
+            f"cross-entropy and alm at temperature {temperature}, from a cache, k = {TOP_K}",
+            "alm",
+            gemma=GEMMA_CACHED,
+            temperature=float(temperature),
+        )
+        for temperature in (1, 10, 100)
     ),
     _with_gemma(
         "starts_by_token",
