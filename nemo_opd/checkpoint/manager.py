@@ -89,6 +89,8 @@ class Progress:
     """Steps to keep, with the best values first."""
     stopping: BestMetric = BestMetric()
     """State of early stopping."""
+    weights: str | None = None
+    """Folder or hub name of the weights that the run started from in place of student.model's."""
     format: Annotated[int, Field(ge=1, le=_WITH_MANIFEST)] = field(default=1, compare=False)
     """Format number that was read; format 1 has no manifest."""
 

@@ -255,6 +255,9 @@ def _inspect(arguments: Namespace, console: Console) -> None:
         require_head(reader)
         for _ in reader.each():
             pass
+    if arguments.segment is not None:
+        _show_segment(reader, arguments.segment, console)
+        return
     facts = _facts(reader, is_verified=arguments.verify)
     if arguments.json:
         print(json.dumps(facts))
@@ -268,8 +271,6 @@ def _inspect(arguments: Namespace, console: Console) -> None:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         table.add_row(name.replace("_", " "), f"{value:,}" if is_number else str(value))
     console.print(table)
-    if arguments.segment is not None:
-        _show_segment(reader, arguments.segment, console)
 
 
 def _facts(reader: CacheReader, *, is_verified: bool) -> dict[str, object]:

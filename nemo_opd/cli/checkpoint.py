@@ -184,7 +184,7 @@ def _from_hf(arguments: Namespace, console: Console) -> None:
     data = _read_data(config)
     weights = weights_to_start_from(arguments.model, config.student, model)
     total_steps = config.train.max_steps or sum(data.steps(config))
-    progress = Progress(step=0, loader=data.start(config), settings=identity(config))
+    progress = Progress(step=0, loader=data.start(config), settings=identity(config), weights=arguments.model)
     with checkpoints.writing(progress) as folder:
         save_start(
             folder,

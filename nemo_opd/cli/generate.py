@@ -120,7 +120,7 @@ COMMAND = Command(
     __doc__,
     """\
 examples:
-  nemo-opd generate --model demo:arithmetic_student --prompt '123+456=' --temperature 0
+  nemo-opd generate --model demo:arithmetic_student --prompt $'123 + 456 = ?\\n' --temperature 0
   nemo-opd generate --model outputs/demo/RUN/final --prompt 'Once upon a time' --n 3 --max-new-tokens 40
   nemo-opd generate --model Qwen/Qwen3-1.7B --chat --prompt 'How many primes are below 30?' --json
   printf 'one prompt\\nanother\\n' | nemo-opd generate --model outputs/demo/RUN/final

@@ -28,7 +28,7 @@ _HEADS = ("status", "step", "bits per byte or score", "teacher", "run")
 
 
 def _add_report_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a run's directory, or a folder with several")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a run's folder, or one with runs or evaluations")
     add_output_options(parser)
 
 
@@ -83,7 +83,7 @@ A run that is still going, or was ended early, is reported as far as it got.
 
 examples:
   nemo-opd report outputs/demo/2026-11-23_00-28-59       report/ of the run
-  nemo-opd report outputs/demo                           a table over its runs, and report.html in the same folder
+  nemo-opd report outputs/demo                           a table over its runs and evaluations, and report.html
 """,
     _add_report_arguments,
     _report,
@@ -106,11 +106,15 @@ def _compare(arguments: Namespace, console: Console) -> None:
 def _write_comparison(arguments: Namespace, console: Console) -> object:
     """Write the page, print its table and return its facts.
 
-    Raises ConfigError if the page's name has no suffix, as the folder of its curves would have the same name, and
-    DataError if a folder is not a run or has a damaged file.
+    Raises ConfigError for one run, and if the page's name has no suffix, as the folder of its curves would have the
+    same name, and DataError if a folder is not a run or has a damaged file.
     """
     if not arguments.output.suffix:
         raise ConfigError(f"--output {arguments.output}: its curves are in a folder of this name; add .html to it")
+    if len(arguments.folders) == 1:
+        raise ConfigError(
+            f"{arguments.folders[0]}: one run has nothing to compare with; name another, or see nemo-opd report"
+        )
     for folder in arguments.folders:
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: not a run (there is no metrics.jsonl); name directories of runs")

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from nemo_opd.config.base import all_keys, is_secret_setting, keys_named, options, recipes
 from nemo_opd.config.other_trainers import translate
 from nemo_opd.config.secrets import contains_secret, masked_leaf, without_secrets
-from nemo_opd.config.short_form import sections_of_strings, short_form
+from nemo_opd.config.short_form import SOURCES, sections_of_strings, short_form
 from nemo_opd.errors import ConfigError
 
 _PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
@@ -286,11 +286,12 @@ class Groups:
         """Return the argument in Hydra's grammar."""
         key = argument.partition("=")[0]
         group = key.lstrip("+")
-        if group in ("data.train", "data.validation") and isinstance(files := _whole_value(argument), list):
-            # A list cannot be merged into the section of the recipe.
-            data = sections_of_strings({"data": {group.removeprefix("data."): files}})["data"]
-            if all(isinstance(source, Mapping) for source in data.values()):
-                return f"++data={_in_grammar(data)}"
+        if group in SOURCES and isinstance(files := _whole_value(argument), str | list):
+            # Neither can be merged into the section of the recipe.
+            section, _, key = group.partition(".")
+            sources = sections_of_strings({section: {key: files}})[section]
+            if isinstance(sources[key], Mapping):
+                return f"++{section}={_in_grammar(sources)}"
         if group.startswith("hydra") or not (self.config_dir / group.replace(".", "/")).is_dir():
             return f"++{argument}" if _PLAIN_OVERRIDE.match(argument) else argument
         value = _whole_value(argument)

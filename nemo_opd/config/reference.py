@@ -20,7 +20,7 @@ from nemo_opd.config.base import groups, models_in, options, recipes
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.other_trainers import translate
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.short_form import SHORT
+from nemo_opd.config.short_form import SHORT, SOURCES
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import write_atomically
 from nemo_opd.paths import configs_dir
@@ -283,8 +283,9 @@ def _recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
         for group in groups(config_dir, model)
     }
     if model is RunConfig:
-        texts = definitions["Data"]["properties"]
-        for fields, key in [*((schema["properties"], key) for key in SHORT), (texts, "train"), (texts, "validation")]:
+        sources = (source.split(".") for source in SOURCES)
+        within = ((definitions[name.capitalize()]["properties"], key) for name, key in sources)
+        for fields, key in [*((schema["properties"], key) for key in SHORT), *within]:
             fields[key] = _or_strings(fields[key], is_list=key in ("teachers", "data", "train", "validation"))
     override = {f"override {group}": choice for group, choice in choices.items()}
     entry = {"anyOf": [{"type": "string"}, {"type": "object", "properties": choices | override}]}

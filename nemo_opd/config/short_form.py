@@ -17,14 +17,17 @@ TYPED = ("loss", "aggregation", "handoff", "rollout", "reward", "environment")
 """Sections that a string names by their type, or by an option of their group."""
 SHORT = ("student", "teachers", "data", *TYPED)
 """Sections that a string can stand for."""
+SOURCES = ("data.train", "data.validation", "evaluation.data")
+"""Sections within others that files, or a data set on the hub, can stand for."""
 _UNUSUAL_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 def sections_of_strings(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's settings with a section in place of each string that stands for one.
 
-    student: a model. teachers: models. data, data.train and data.validation: files, or a data set on the hub. Other
-    sections: an option of the group, as on the command line, or a type. Raises ConfigError for files of several kinds.
+    student: a model. teachers: models. data, data.train, data.validation, evaluation.data: files, or a data set on the
+    hub. Other sections: an option of the group, as on the command line, or a type. Raises ConfigError for files of
+    several kinds.
     """
     sections = dict(data)
     for key in TYPED:
@@ -38,9 +41,10 @@ def sections_of_strings(data: Mapping[str, Any]) -> dict[str, Any]:
         sections["teachers"] = [_section_of_teacher(teacher) for teacher in teachers]
     if isinstance(texts := sections.get("data"), str | list):
         sections["data"] = {"train": texts}
-    if isinstance(texts := sections.get("data"), Mapping):
-        sources = {key: _source(f"data.{key}", texts[key]) for key in ("train", "validation") if key in texts}
-        sections["data"] = {**texts, **sources}
+    for source in SOURCES:
+        name, _, key = source.partition(".")
+        if isinstance(section := sections.get(name), Mapping) and key in section:
+            sections[name] = {**section, key: _source(source, section[key])}
     return sections
 
 

@@ -39,6 +39,7 @@ _STYLES = ("-", "--", ":", "-.")
 """Line styles, each for as many curves as there are colours."""
 _NOT_COMPARED = ("run.name", "run.output_dir", "run.resume", "run.baseline", "run.export_worse")
 """Settings without an effect on what is compared."""
+_WEIGHTS = "weights of checkpoint from-hf"
 _IDENTIFYING = ("name", "type", "model")
 """Settings that identify a section."""
 
@@ -174,7 +175,10 @@ def unlike(runs: Sequence[SweptRun]) -> list[str]:
     for run in runs:
         if run in validated[1:]:
             sentences += _validated_otherwise(run, validated[0])
-        sentences += _step_differences(run.name, last_steps)
+        differences = list(_step_differences(run.name, last_steps))
+        if run.records and not differences and run.last("step") != runs[0].last("step"):
+            differences.append(f"{run.name}: it did not take as many steps as {runs[0].name}.")
+        sentences += differences
     return sentences
 
 
@@ -271,7 +275,7 @@ def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
 
     A section that a run lacks, such as a teacher, is one row.
     """
-    by_run = {run.name: flat for run in runs if (flat := _flat(read_config(run.folder)))}
+    by_run = {run.name: flat for run in runs if (flat := _settings_of(run.folder))}
     settings = list(by_run.values())
     sections = [{prefix for key in by_key for prefix in _prefixes(key)} for by_key in settings]
     keys = dict.fromkeys(key for by_key in settings for key in by_key if key not in _NOT_COMPARED)
@@ -282,6 +286,11 @@ def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     }
     rows = [[row, *(_setting(by_key, row) for by_key in settings)] for row in dict.fromkeys(row_of.values())]
     return [TextTable("Settings that differ", ["", *by_run], rows)] if rows else []
+
+
+def _settings_of(folder: Path) -> dict[str, str]:
+    provenance, settings = read_provenance(folder), _flat(read_config(folder))
+    return settings if provenance is None or provenance.weights is None else settings | {_WEIGHTS: provenance.weights}
 
 
 def _prefixes(key: str) -> list[str]:

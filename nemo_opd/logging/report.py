@@ -77,7 +77,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
         "report.html",
         title=visible(run_name(config) or output_dir.name),
         folder=output_dir,
-        overview=[*_course(provenance, records), *overview(config)],
+        overview=[*_course(provenance, records), *overview(config, None if provenance is None else provenance.weights)],
         tiles=[*_result_tiles(closing), *_progress_tiles(records)],
         closing=closing,
         charts=charts,

@@ -103,13 +103,14 @@ def require_weights(reference: str, *, key: str) -> None:
     if (Path(reference) / shard.MANIFEST).is_file():
         raise ModelError(
             f"{key}={reference}: the folder is a teacher's cache, without weights; name a model, or in a run write the "
-            "teacher as {type: cached, cache: FOLDER}"
+            f"teacher as {{type: cached, cache: {reference}}}"
         )
 
 
 def model_below(folder: Path) -> Path | None:
-    """Return the folder with the model in a folder of a run or of a checkpoint; None if there is none."""
-    return next((folder / name for name in ("final", "student") if (folder / name).is_dir()), None)
+    """Return the folder with the model in a folder of a run, of its checkpoints or of one; None if there is none."""
+    newest_first = sorted(folder.glob("step_*/student"), reverse=True)
+    return next(filter(Path.is_dir, (folder / "final", folder / "student", *newest_first)), None)
 
 
 def _require_reachable(reference: str, file: str, *, key: str) -> None:

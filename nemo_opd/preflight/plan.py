@@ -114,6 +114,11 @@ class Plan:
     utilization: Utilization
 
     @property
+    def weights(self) -> str | None:
+        """Folder or hub name of the weights that the run started from, if they are not student.model's."""
+        return None if self.progress is None else self.progress.weights
+
+    @property
     def grid(self) -> BatchGrid:
         return BatchGrid(self.student_layout, self.teacher_layouts)
 

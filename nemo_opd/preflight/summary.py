@@ -64,7 +64,7 @@ def run_summary(plan: Plan) -> RunSummary:
     }
     return RunSummary(
         name=config.run.name,
-        student=without_secrets(config.student.model),
+        student=without_secrets(config.student.model + ("" if plan.weights is None else f" with {plan.weights}")),
         teachers=tuple(teachers),
         device=device_name(plan.device),
         layout=_layout_of(plan),

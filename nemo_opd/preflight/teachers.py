@@ -169,9 +169,12 @@ def require_templates(config: RunConfig, student: ModelInfo, teachers: Sequence[
 def _require_template(config: RunConfig, key: str, settings: Model) -> NoReturn:
     value = template_setting(config.student.chat_template or config.student.tokenizer_source[1])
     plain = "" if value == PLAIN else f", {key}.chat_template={PLAIN}"
+    texts = ""
+    if config.rollout is not None and key == "student":
+        texts = f", or data.text_key={next(iter(config.data.prompt_key), 'COLUMN')} to continue texts"
     raise AlignmentError(
         f"{key}.{'='.join(settings.tokenizer_source)} has no chat template, which conversations need; write "
-        f"{key}.chat_template={value}{plain}, a file, or {key}.tokenizer with the instruct model's tokenizer"
+        f"{key}.chat_template={value}{plain}, a file, or {key}.tokenizer with the instruct model's tokenizer{texts}"
     )
 
 
@@ -332,7 +335,8 @@ def require_stored(config: RunConfig, samples: Collection[Sample]) -> None:
                 if ids is not None:
                     reader.segment(ids)
         except DataError as error:
-            raise DataError(f"teachers.{i}.cache: {error}") from error
+            problem = str(error).replace("on_missing: ask", f"teachers.{i}.on_missing=ask")
+            raise DataError(f"teachers.{i}.cache: {problem}") from error
 
 
 def _check_cache(

@@ -227,6 +227,7 @@ def _exported_folders(plan: Plan, closing: ClosingTable, start: Mapping[str, flo
 
 def provenance(plan: Plan, summary: RunSummary) -> Provenance:
     student = plan.config.student
+    weights = plan.weights or student.model
     return Provenance(
         command=without_secrets(_command()),
         versions={
@@ -236,11 +237,11 @@ def provenance(plan: Plan, summary: RunSummary) -> Provenance:
         },
         student=ModelOrigin(
             "student",
-            short_name(summary.student),
+            _public_name(weights),
             _public_name(student.tokenizer_source[1]),
             plan.student_vocab_size,
-            read_own_card(student.model),
-            commit=hub_commit(student.model),
+            read_own_card(weights),
+            commit=hub_commit(weights),
             parameters=plan.utilization.student.parameters,
         ),
         teachers=tuple(
@@ -249,6 +250,7 @@ def provenance(plan: Plan, summary: RunSummary) -> Provenance:
                 plan.config.active_teachers, summary.teachers, plan.teachers, plan.utilization.teachers, strict=True
             )
         ),
+        weights=plan.weights,
         validation_texts=plan.data.validation_hash,
         data_commits=_data_commits(plan.config),
         total_steps=summary.total_steps,

@@ -21,6 +21,8 @@ from nemo_opd.checkpoint.run_directory import identity
 from nemo_opd.config.load import to_yaml
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.plan import Plan, preflight
+from nemo_opd.preflight.summary import run_summary
+from nemo_opd.training.saving import provenance
 from tests.composition import compose
 from tests.exit_status import exit_status
 from tests.tiny import Tiny
@@ -257,6 +259,8 @@ def test_a_run_finds_it_and_its_place_in_the_data(world: World, tiny: Tiny) -> N
 
     assert plan.progress is not None
     assert plan.progress.step == 0
+    assert str(world.weights) in run_summary(plan).student
+    assert provenance(plan, run_summary(plan)).student.model == world.weights.name
     assert (run / "config.yaml").is_file()
     assert isinstance(plan.data, Corpus)
     with plan.data.loader(plan.config) as loader:

@@ -73,6 +73,9 @@ def test_only_settings_that_differ(tmp_path: Path) -> None:
     (table,) = setting_tables(runs)
     assert list(table.heads) == ["", "a/run", "b/run"]
     assert [list(row) for row in table.rows] == [["lr", "0.1", "0.2"], ["teachers.0.weight", "1.0", "2.0"]]
+    student = ModelOrigin("student", "w", "s", 9, OwnCard())
+    write_provenance(runs[1].folder, Provenance("nemo-opd", {}, student, (), weights="me/w"))
+    assert ["weights of checkpoint from-hf", "-", "me/w"] in [list(row) for row in setting_tables(runs)[0].rows]
 
 
 def write_validated(
@@ -133,6 +136,22 @@ def test_scores_of_other_steps_are_named() -> None:
     assert unlike(runs) == ["c: its pass@1 is of step 8, a's of step 4."]
 
 
+def test_runs_of_other_lengths_are_named_without_validation() -> None:
+    """Bug: 3 and 60 steps side by side without a word, as one of the two was not validated."""
+    runs = [
+        SweptRun(name, Path(name), ({"step": step, **values},), True, None)
+        for name, step, values in (("a", 60, {"val/bits_per_byte": 2.0}), ("b", 3, {"train/loss": 1.0}))
+    ]
+    assert unlike(runs) == ["b: it did not take as many steps as a."]
+
+
+def test_one_run_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "one", 0.1, [1.0])
+    with pytest.raises(SystemExit):
+        main(["compare", str(run), "--output", str(tmp_path / "page.html")])
+    assert "nothing to compare with" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_section_that_a_run_lacks_is_one_row(tmp_path: Path) -> None:
     """Bug: a row of nulls for each setting of a teacher that the other run does not have."""
     teacher = {
@@ -171,7 +190,7 @@ def test_a_page_without_an_ending_is_refused(tmp_path: Path, capsys: pytest.Capt
     """Bug: the folder of its curves takes its name, and the page cannot be written."""
     run = write_run(tmp_path / "one", 0.1, [1.0])
     with pytest.raises(SystemExit):
-        main(["compare", str(run), "--output", str(tmp_path / "page")])
+        main(["compare", str(run), str(run), "--output", str(tmp_path / "page")])
     assert "add .html to it" in " ".join(capsys.readouterr().err.split())
 
 
@@ -180,5 +199,5 @@ def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     run = write_run(tmp_path / "one", 0.1, [1.0])
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
-        main(["compare", str(run), "--output", str(tmp_path / "file" / "page.html")])
+        main(["compare", str(run), str(run), "--output", str(tmp_path / "file" / "page.html")])
     assert capsys.readouterr().err.rstrip().endswith("; name another --output")

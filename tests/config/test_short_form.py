@@ -105,6 +105,16 @@ def test_strings_on_the_command_line(recipe: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["short", "off_policy_demo"])
+def test_a_string_names_the_file_of_questions(recipe: Path, name: str) -> None:
+    """Bug: `evaluation.data=FILE` is refused, and `data=FILE` is not."""
+    overrides = ["evaluation.data=questions.jsonl", "evaluation.data.max_samples=3", "reward=numeric"]
+    overrides.append("evaluation.max_new_tokens=8")
+    evaluation = compose(recipe if name == "short" else name, overrides).evaluation
+    assert evaluation is not None
+    assert (evaluation.data.jsonl_files, evaluation.data.max_samples) == (("questions.jsonl",), 3)
+
+
+@pytest.mark.parametrize("name", ["short", "off_policy_demo"])
 def test_lists_of_files_on_the_command_line(recipe: Path, name: str) -> None:
     """Bug: a list of training files is refused, or the other settings of the data are lost."""
     overrides = ["data.shuffle=false", "data.train=[a b.jsonl,/c/d.jsonl]", "data.validation=[e.txt]"]

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from nemo_opd.logging.base import ClosingTable, Score
 from nemo_opd.logging.card import Exported, write_card
 from nemo_opd.logging.loggers import JsonlLogger
-from nemo_opd.logging.provenance import ModelOrigin, Provenance, write_provenance
+from nemo_opd.logging.provenance import ModelOrigin, Provenance, read_provenance, write_provenance
 from nemo_opd.models.folder import OwnCard, read_own_card
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 
@@ -73,6 +73,10 @@ def test_the_hub_reads_models_licence_and_results(run: Path) -> None:
     )
     assert data.datasets == ["some/corpus"]
     assert "distillation" in data.tags
+    origin = read_provenance(run)
+    assert origin is not None
+    write_provenance(run, replace(origin, weights="me/w"))  # by checkpoint from-hf
+    assert card_of(run).data.base_model == "me/w"
     found = {(each.dataset_name, each.metric_type): each.metric_value for each in data.eval_results}
     assert found == {("validation text", "bits_per_byte"): 1.5, ("sums", "greedy"): 0.4}
 

@@ -185,10 +185,10 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
     reader = CacheReader(folder)
     for segment in CacheReader(built.folder / "same_some").shards[0].keys[:5]:
         assert segment.tobytes() in reader
+    assert exit_status("cache", "inspect", str(folder)) == 0
+    assert "hidden size" not in capsys.readouterr().out  # of the other form
     assert exit_status("cache", "inspect", str(folder), "--segment", "0") == 0
-    shown = capsys.readouterr().out
-    assert "likeliest" in shown
-    assert "hidden size" not in shown  # of the other form
+    assert "likeliest" in capsys.readouterr().out
     assert exit_status("cache", "inspect", str(folder), "--segment", "99999") == 1
     assert f"has {len(reader)}, counted from 0" in capsys.readouterr().err
     assert exit_status("cache", "build", *files, "--output", str(folder), "--hidden-states") == 1

@@ -218,7 +218,7 @@ def test_a_teachers_cache_as_a_model(refused: Refused, tiny: Tiny, inputs: Path,
 
     assert refused(ModelError, f"{key}={folder}") == (
         f"{key}={folder}: the folder is a teacher's cache, without weights; name a model, or in a run write the "
-        "teacher as {type: cached, cache: FOLDER}"
+        f"teacher as {{type: cached, cache: {folder}}}"
     )
 
 
