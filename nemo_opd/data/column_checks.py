@@ -89,6 +89,12 @@ def require_columns(layout: Layout, schema: pa.Schema, source: str, *, is_first:
 def _remedy(layout: Layout, column: Column, schema: pa.Schema, source: str, *, is_first: bool) -> str:
     """Complete the message on a missing column."""
     names = ", ".join(schema.names) or "none"
+    if source.startswith("evaluation.data.") and column.setting.startswith("data."):
+        kind, key = source.removeprefix("evaluation.data.").partition("=")[0], column.setting.removeprefix("data.")
+        return (
+            f" (only {names}), and questions in evaluation.data have the training files' columns; for others name a "
+            f"set, with evaluation.sets.NAME.data.{kind}=FILE evaluation.sets.NAME.data.{key}=COLUMN"
+        )
     if not is_first and column.use != "domain" and not column.setting.startswith("data.validation."):
         texts = ", or, unless the run samples, set data.validation.text_key to the column of validation texts"
         way_out = f"convert it{texts if source.startswith('data.validation.') else ''}"

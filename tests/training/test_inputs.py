@@ -112,6 +112,14 @@ def test_a_column_of_the_reward_and_of_the_evaluation() -> None:
             check_inputs(compose(key, config_name="on_policy_demo"), on_policy=True)
 
 
+def test_questions_with_other_columns(tmp_path: Path) -> None:
+    """Bug: the way out is data.text_key, which the training file needs as it is."""
+    file = write(tmp_path, "jsonl_files", {"question": ["a"], "answer": ["b"]})
+    config = compose(f"evaluation.data={file}", config_name="on_policy_demo")
+    with pytest.raises(DataError, match=r"evaluation\.sets\.NAME\.data\.text_key=COLUMN$"):
+        check_inputs(config, on_policy=True)
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
