@@ -56,7 +56,7 @@ def answering(scores: Scores, model: str = MODEL) -> Says:
 def _top(log_p: Tensor, k: int, *others: int) -> dict[int, float]:
     """The k likeliest and others by id: others first, as vLLM has it."""
     named = [*others, *(each for each in log_p.topk(k).indices.tolist() if each not in others)]
-    return {each: float(log_p[each]) for each in named}
+    return dict(zip(named, log_p[named].tolist(), strict=True))
 
 
 def _vllm(ids: list[int], log_p: Tensor, k: int) -> Json:

@@ -40,7 +40,8 @@ def test_a_run_samples_with_vllm(tmp_path: Path) -> None:
             "cluster.launcher=local",
             "rollout=server",
             f"rollout.command=[{VENV}/bin/vllm,serve]",
-            "rollout.options=[--enforce-eager]",
+            # It still asks for its share of the memory, but does not fill it.
+            "rollout.options=[--enforce-eager,'--num-gpu-blocks-override=64']",
             "evaluation=null",
             "train.max_steps=2",
             "train.global_batch_size=8",

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from ssl import SSLContext
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from httpx2 import AsyncClient, AsyncHTTPTransport, HTTPError, Limits
+from httpx2 import AsyncClient, AsyncHTTPTransport, HTTPError, Limits, create_ssl_context
 from numpy.typing import NDArray
 
 from nemo_opd.data.record import FinishReason
@@ -137,8 +139,22 @@ def _open_client(
     connections: largest number of open connections, by default the library's limit.
     """
     limits = Limits(max_connections=connections, max_keepalive_connections=connections) if connections else Limits()
-    transport = None if socket is None else AsyncHTTPTransport(uds=str(socket), limits=limits)
-    return AsyncClient(limits=limits, timeout=None, trust_env=trust_env, headers=headers, transport=transport)
+    certificates = _certificates(trust_env)
+    transport = None if socket is None else AsyncHTTPTransport(uds=str(socket), limits=limits, verify=certificates)
+    return AsyncClient(
+        limits=limits,
+        timeout=None,
+        trust_env=trust_env,
+        headers=headers,
+        transport=transport,
+        verify=certificates,
+    )
+
+
+@cache
+def _certificates(trust_env: bool) -> SSLContext:
+    """Return the trusted certificates, which take 30 ms to read. trust_env: the environment's can replace them."""
+    return create_ssl_context(trust_env=trust_env)
 
 
 async def fetch(client: AsyncClient, method: str, url: str, body: Any, max_bytes: int | None = None) -> _Reply:
