@@ -111,13 +111,13 @@ def _write_comparison(arguments: Namespace, console: Console) -> object:
     """
     if not arguments.output.suffix:
         raise ConfigError(f"--output {arguments.output}: its curves are in a folder of this name; add .html to it")
+    for folder in arguments.folders:
+        if not (folder / "metrics.jsonl").is_file():
+            raise DataError(f"{folder}: not a run (there is no metrics.jsonl); name directories of runs")
     if len(arguments.folders) == 1:
         raise ConfigError(
             f"{arguments.folders[0]}: one run has nothing to compare with; name another, or see nemo-opd report"
         )
-    for folder in arguments.folders:
-        if not (folder / "metrics.jsonl").is_file():
-            raise DataError(f"{folder}: not a run (there is no metrics.jsonl); name directories of runs")
     # matplotlib and transformers are slow to import
     from nemo_opd.logging.comparison import (
         measures_of,
@@ -177,8 +177,8 @@ def _list_runs(arguments: Namespace, console: Console) -> None:
 
         runs = [read_facts(folder) for folder in find_runs(arguments.folder)]
         if not runs:
-            problem = "there is no run in it" if arguments.folder.is_dir() else "it is not a folder"
-            raise DataError(f"{arguments.folder}: {problem}; name a folder with runs, such as outputs/demo")
+            problem = "there is no run in it" if arguments.folder.is_dir() else "there is no such folder"
+            raise DataError(f"{arguments.folder}: {problem}; name a folder with runs")
         rows = [_HEADS, *map(_row, runs)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:

@@ -151,6 +151,8 @@ def read_command_line(
         if any((Path(word) / name).is_file() for name in ("config.json", "adapter_config.json")):
             key = "model" if "model" in model.model_fields else "student"
             raise ConfigError(f"{word}: it is a model's folder; write {key}={word}")
+        if "." in word and word in all_keys(model):
+            raise ConfigError(f"{word}: a setting without a value; write {word}=VALUE")
         raise ConfigError(
             f"{word}: cannot be read as key=value, and is neither a YAML file nor a recipe "
             f"({', '.join(recipes(config_dir))})"

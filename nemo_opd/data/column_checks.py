@@ -90,10 +90,10 @@ def _remedy(layout: Layout, column: Column, schema: pa.Schema, source: str, *, i
     """Complete the message on a missing column."""
     names = ", ".join(schema.names) or "none"
     if source.startswith("evaluation.data.") and column.setting.startswith("data."):
-        kind, key = source.removeprefix("evaluation.data.").partition("=")[0], column.setting.removeprefix("data.")
+        kind, name = source.removeprefix("evaluation.data.").partition("=")[0], column.setting.removeprefix("data.")
         return (
             f" (only {names}), and questions in evaluation.data have the training files' columns; for others name a "
-            f"set, with evaluation.sets.NAME.data.{kind}=FILE evaluation.sets.NAME.data.{key}=COLUMN"
+            f"set, with evaluation.sets.NAME.data.{kind}=FILE evaluation.sets.NAME.data.{name}=COLUMN"
         )
     if not is_first and column.use != "domain" and not column.setting.startswith("data.validation."):
         texts = ", or, unless the run samples, set data.validation.text_key to the column of validation texts"
@@ -106,6 +106,8 @@ def _remedy(layout: Layout, column: Column, schema: pa.Schema, source: str, *, i
         )
     if column.use in ("prompt", "field"):
         return f", which {column.setting} names; write one of its columns there: {names}"
+    accepts, _ = _TYPES[column.use]
+    names = ", ".join(field.name for field in schema if accepts(field.type)) or names
     settings = layout.settings
     key = next((key for key, setting in settings.items() if setting == column.setting), None)
     ways = readings(schema) if key not in (None, "tools_key") else []

@@ -184,10 +184,14 @@ def unlike(runs: Sequence[SweptRun]) -> list[str]:
 
 def _step_differences(name: str, last_steps: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     """Say which figures of a run are of another step than the first run's. last_steps: by heading and run."""
+    headings: dict[tuple[str, float, float], list[str]] = {}
     for heading, by_run in last_steps.items():
         first, first_step = next(iter(by_run.items()))
         if (step := by_run.get(name, first_step)) != first_step:
-            yield f"{name}: its {heading} is of step {step:,.0f}, {first}'s of step {first_step:,.0f}."
+            headings.setdefault((first, first_step, step), []).append(heading)
+    for (first, first_step, step), names in headings.items():
+        figures = f"{'; '.join(names)} {'is' if len(names) == 1 else 'are'}"
+        yield f"{name}: its {figures} of step {step:,.0f}, {first}'s of step {first_step:,.0f}."
 
 
 def _read_alike(run: SweptRun, first: SweptRun) -> bool:

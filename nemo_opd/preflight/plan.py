@@ -216,7 +216,8 @@ def preflight(config: RunConfig) -> Plan:
     warnings += check_templates(config, data, student, teachers)
     statistics = survey(config, data, student, teachers, objective, [teacher.projection for teacher in teacher_plans])
     warnings += check_texts(config, statistics)
-    warnings += [*warn_of_few_texts(config, len(data.train)), *warn_of_student_as_teacher(config)]
+    number = _packed_rows(config, data, statistics) if config.packs_documents else len(data.train)
+    warnings += [*warn_of_few_texts(config, number), *warn_of_student_as_teacher(config)]
     if isinstance(data, Corpus):
         warnings += warn_of_spelled_tokens(config, data, student)
     if config.packs_documents:
@@ -302,10 +303,15 @@ def _steps(config: RunConfig, data: Corpus | Prompts, statistics: DataStatistics
 
     Packed documents without `train.epochs`: one entry, estimated from the sampled texts.
     """
-    if config.train.epochs is not None or not config.packs_documents or isinstance(data, Prompts):
+    if config.train.epochs is not None or not config.packs_documents:
         return data.steps(config)
-    rows = data.text_bytes * statistics.tokens_per_byte[0] / config.train.max_length
-    return [max(1, round(rows / config.train.global_batch_size))]
+    return [max(1, round(_packed_rows(config, data, statistics) / config.train.global_batch_size))]
+
+
+def _packed_rows(config: RunConfig, data: Corpus | Prompts, statistics: DataStatistics) -> int:
+    """Estimate the packed rows of an epoch from the sampled texts."""
+    assert isinstance(data, Corpus), "prompts are not packed"
+    return max(1, round(data.text_bytes * statistics.tokens_per_byte[0] / config.train.max_length))
 
 
 def _read_models(config: RunConfig, device: str) -> tuple[ModelInfo, list[ModelInfo]]:

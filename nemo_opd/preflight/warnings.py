@@ -234,13 +234,14 @@ def check_texts(config: RunConfig, statistics: DataStatistics) -> list[str]:
 
 
 def warn_of_few_texts(config: RunConfig, number: int) -> Iterator[str]:
-    """Yield a warning if a batch takes more than all `number` texts or prompts."""
+    """Yield a warning if a batch takes more than all `number` texts, packed rows or prompts."""
     per_step = config.train.global_batch_size // (1 if config.rollout is None else config.rollout.n)
-    if number < per_step and not config.packs_documents:
+    if number < per_step:
         noun = "texts" if config.rollout is None else "prompts"
+        counted, about = ("packed rows", "about ") if config.packs_documents else (noun, "")
         yield (
-            f"train.global_batch_size={config.train.global_batch_size}: a step takes {per_step} {noun}, the data have "
-            f"{number}, so each step takes them all; lower train.global_batch_size, or give more {noun}"
+            f"train.global_batch_size={config.train.global_batch_size}: a step takes {per_step} {counted}, the data "
+            f"have {about}{number}, so each step takes them all; lower train.global_batch_size, or give more {noun}"
         )
 
 

@@ -372,7 +372,7 @@ class Session:
         if not steps:
             return "there is no checkpoint yet, so there is nothing to continue"
         return (
-            f"the checkpoint is {self.checkpoints.path(steps[-1])}; continue with "
+            f"the checkpoint is {self.checkpoints.path(steps[-1])}; to continue, repeat the command with "
             f"run.output_dir={self._continued_in} run.resume=auto"
         )
 

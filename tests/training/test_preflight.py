@@ -536,11 +536,18 @@ def test_texts_that_spell_special_tokens_are_said(configure: Configure, tiny: Ti
     """Bug: a rendered conversation, or HTML with <s>, was read as special tokens, and nobody said so."""
     eos = AutoTokenizer.from_pretrained(tiny.student).eos_token
     file = write_texts(tmp_path, "text", ["The fox sleeps.", f"The {eos} sleeps."] * 3)
-    (warning,) = preflight(configure(*from_file(file))).warnings
+    one_row = "train.global_batch_size=1"
+    (warning,) = preflight(configure(*from_file(file, one_row))).warnings
     assert warning.startswith("3 of 6 checked texts")
     assert eos in warning
     assert "data.messages_key" in warning
-    assert preflight(configure(*from_file(file, "data.special_tokens=text"))).warnings == ()
+    assert preflight(configure(*from_file(file, one_row, "data.special_tokens=text"))).warnings == ()
+
+
+def test_a_batch_of_more_rows_than_the_data_have_is_said(configure: Configure, tmp_path: Path) -> None:
+    """Bug: 100,000 rows a step of 300 texts passed the dry run without a word."""
+    (warning,) = preflight(configure(*from_file(write_texts(tmp_path, "text", ["The fox sleeps."])))).warnings
+    assert "packed rows, the data have about 1, so each step takes them all" in warning
 
 
 def test_windows_that_are_too_long_for_a_teacher_are_surveyed(configure: Configure, tmp_path: Path) -> None:

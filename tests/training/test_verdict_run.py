@@ -50,4 +50,6 @@ def test_an_interrupted_baseline_is_continued_by_the_run(tiny: Tiny, tmp_path: P
     monkeypatch.setattr(off_policy, "train_step", step_then_interrupt)
     with pytest.raises(KeyboardInterrupt) as interrupted:
         run_here(tmp_path, tiny.overrides("train.save_every=1", "run.baseline=true", teachers=1))
-    assert interrupted.value.__notes__[-1].endswith(f"continue with run.output_dir={tmp_path} run.resume=auto")
+    assert interrupted.value.__notes__[-1].endswith(
+        f"repeat the command with run.output_dir={tmp_path} run.resume=auto"
+    )
