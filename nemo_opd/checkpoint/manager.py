@@ -89,8 +89,8 @@ class Progress:
     """Steps to keep, with the best values first."""
     stopping: BestMetric = BestMetric()
     """State of early stopping."""
-    weights: str | None = None
-    """Folder or hub name of the weights that the run started from in place of student.model's."""
+    started_from: str | None = None
+    """Folder or hub name of the model that checkpoint from-hf read; None if the run started from student.model."""
     format: Annotated[int, Field(ge=1, le=_WITH_MANIFEST)] = field(default=1, compare=False)
     """Format number that was read; format 1 has no manifest."""
 
@@ -150,6 +150,8 @@ class CheckpointManager:
                 sync(self.folder.parent)
                 yield temporary
                 record = {**asdict(progress), "format": _WITH_MANIFEST}
+                if progress.started_from is None:
+                    del record["started_from"]  # versions that do not know it can then continue
                 (temporary / PROGRESS).write_text(json.dumps(record, indent=1), encoding="utf-8")
                 seal(temporary)
                 move_into_place(temporary, target)

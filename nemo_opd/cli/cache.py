@@ -255,12 +255,12 @@ def _inspect(arguments: Namespace, console: Console) -> None:
         require_head(reader)
         for _ in reader.each():
             pass
-    if arguments.segment is not None:
-        _show_segment(reader, arguments.segment, console)
-        return
     facts = _facts(reader, is_verified=arguments.verify)
     if arguments.json:
         print(json.dumps(facts))
+        return
+    if arguments.segment is not None:
+        _show_segment(reader, arguments.segment, console)
         return
     table = Table(show_header=False)
     for name, value in facts.items():

@@ -17,6 +17,7 @@ from nemo_opd.cli.command import Command
 from nemo_opd.config.load import from_yaml, to_yaml
 from nemo_opd.config.model import Parallelism, require_repo
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import CheckpointError
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.terminal import busy
@@ -184,7 +185,8 @@ def _from_hf(arguments: Namespace, console: Console) -> None:
     data = _read_data(config)
     weights = weights_to_start_from(arguments.model, config.student, model)
     total_steps = config.train.max_steps or sum(data.steps(config))
-    progress = Progress(step=0, loader=data.start(config), settings=identity(config), weights=arguments.model)
+    origin = _origin(arguments.model)
+    progress = Progress(step=0, loader=data.start(config), settings=identity(config), started_from=origin)
     with checkpoints.writing(progress) as folder:
         save_start(
             folder,
@@ -201,6 +203,11 @@ def _from_hf(arguments: Namespace, console: Console) -> None:
         settings = "; ".join(f"{key}={used!r}, there {stored!r}" for key, (stored, used) in differing.items())
         message += f"\nwarning: the run uses student.model's configuration, which differs: {settings}"
     print(message)
+
+
+def _origin(model: str) -> str:
+    """Return a model's reference in a form that holds in any directory, without secrets."""
+    return str(Path(model).absolute()) if Path(model).exists() else without_secrets(model)
 
 
 def _require_first(output: Path, checkpoints: CheckpointManager) -> None:

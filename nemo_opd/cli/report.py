@@ -114,7 +114,7 @@ def _write_comparison(arguments: Namespace, console: Console) -> object:
     for folder in arguments.folders:
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: not a run (there is no metrics.jsonl); name directories of runs")
-    if len(arguments.folders) == 1:
+    if len({folder.resolve() for folder in arguments.folders}) == 1:
         raise ConfigError(
             f"{arguments.folders[0]}: one run has nothing to compare with; name another, or see nemo-opd report"
         )
@@ -178,6 +178,7 @@ def _list_runs(arguments: Namespace, console: Console) -> None:
         runs = [read_facts(folder) for folder in find_runs(arguments.folder)]
         if not runs:
             problem = "there is no run in it" if arguments.folder.is_dir() else "there is no such folder"
+            problem = "it is not a folder" if arguments.folder.is_file() else problem
             raise DataError(f"{arguments.folder}: {problem}; name a folder with runs")
         rows = [_HEADS, *map(_row, runs)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -290,9 +290,9 @@ class Groups:
         group = key.lstrip("+")
         if group in SOURCES and isinstance(files := _whole_value(argument), str | list):
             # Neither can be merged into the section of the recipe.
-            section, _, key = group.partition(".")
-            sources = sections_of_strings({section: {key: files}})[section]
-            if isinstance(sources[key], Mapping):
+            section, _, name = group.partition(".")
+            sources = sections_of_strings({section: {name: files}})[section]
+            if isinstance(sources[name], Mapping):
                 return f"++{section}={_in_grammar(sources)}"
         if group.startswith("hydra") or not (self.config_dir / group.replace(".", "/")).is_dir():
             return f"++{argument}" if _PLAIN_OVERRIDE.match(argument) else argument

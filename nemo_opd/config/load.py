@@ -290,16 +290,16 @@ def composition_errors(command: CommandLine, check: Callable[[DictConfig], objec
 
 def _explain_all(error: Exception, command: CommandLine, check: Callable[[DictConfig], object]) -> Iterator[str]:
     """Yield the reason of an error; for an option that a group lacks, also all problems outside of the group."""
-    groups = []
+    left_out = []
     while (group := _group_without_option(error, command)) is not None:
         yield _explain_composition(error, command)
-        groups.append(group)
+        left_out.append(group)
         command = _without_group(command, group)
         try:
             check(_recomposed(command, command.overrides))
         except ConfigError as problem:
             lines = str(problem).splitlines()
-            yield from (line for line in lines if re.split("[.=:]", line)[0] not in groups)
+            yield from (line for line in lines if re.split("[.=:]", line)[0] not in left_out)
             return
         except Exception as next_error:
             error = next_error

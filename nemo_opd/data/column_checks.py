@@ -92,8 +92,8 @@ def _remedy(layout: Layout, column: Column, schema: pa.Schema, source: str, *, i
     if source.startswith("evaluation.data.") and column.setting.startswith("data."):
         kind, name = source.removeprefix("evaluation.data.").partition("=")[0], column.setting.removeprefix("data.")
         return (
-            f" (only {names}), and questions in evaluation.data have the training files' columns; for others name a "
-            f"set, with evaluation.sets.NAME.data.{kind}=FILE evaluation.sets.NAME.data.{name}=COLUMN"
+            f" (only {names}), and questions in evaluation.data have the training files' columns; for others write "
+            f"a set in its place: evaluation.sets.NAME.data.{kind}=… evaluation.sets.NAME.data.{name}=COLUMN"
         )
     if not is_first and column.use != "domain" and not column.setting.startswith("data.validation."):
         texts = ", or, unless the run samples, set data.validation.text_key to the column of validation texts"

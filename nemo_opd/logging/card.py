@@ -70,16 +70,13 @@ def write_card(output_dir: Path, exported: Exported, settings: str | None = None
     provenance = read_provenance(output_dir)
     title = f"{run_name(config) or output_dir.name}{exported.suffix}"
     is_adapter = (exported.folder / "adapter_config.json").is_file()
-    weights = None if provenance is None else provenance.weights
-    base_model = hub_name(weights or value_at(config, "student.model"))
     page = render(
         "card.md",
-        metadata=_metadata(config, exported, provenance, title, base_model, is_adapter=is_adapter).to_yaml(),
+        metadata=_metadata(config, exported, provenance, title, is_adapter=is_adapter).to_yaml(),
         title=title,
         exported=exported,
         closing=exported.closing or ClosingTable(before=None, after=None),
         confidence=value_at(config, "evaluation.confidence") or Questions.model_fields["confidence"].default,
-        base_model=base_model,
         is_adapter=is_adapter,
         provenance=provenance,
         teachers=teacher_facts(config, records),
@@ -91,18 +88,13 @@ def write_card(output_dir: Path, exported: Exported, settings: str | None = None
 
 
 def _metadata(
-    config: object,
-    exported: Exported,
-    provenance: Provenance | None,
-    title: str,
-    base_model: str | None,
-    *,
-    is_adapter: bool,
+    config: object, exported: Exported, provenance: Provenance | None, title: str, *, is_adapter: bool
 ) -> ModelCardData:
     fields = {} if provenance is None else provenance.student.card.fields()
+    started_from = None if provenance is None or value_at(config, "student.lora") else provenance.started_from
     dataset = hub_name(value_at(config, "data.train.hub.path"))
     return ModelCardData(
-        base_model=base_model,
+        base_model=hub_name(started_from or value_at(config, "student.model")),
         datasets=None if dataset is None else [dataset],
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=_TASK,

@@ -39,7 +39,7 @@ _STYLES = ("-", "--", ":", "-.")
 """Line styles, each for as many curves as there are colours."""
 _NOT_COMPARED = ("run.name", "run.output_dir", "run.resume", "run.baseline", "run.export_worse")
 """Settings without an effect on what is compared."""
-_WEIGHTS = "weights of checkpoint from-hf"
+_STARTED_FROM = "checkpoint from-hf --model"
 _IDENTIFYING = ("name", "type", "model")
 """Settings that identify a section."""
 
@@ -172,25 +172,27 @@ def unlike(runs: Sequence[SweptRun]) -> list[str]:
         for key, heading in zip(measures, _headings(measures)[1:-2], strict=True)
     }
     sentences: list[str] = []
+    first = next((run for run in runs if run.last("step")), None)
     for run in runs:
         if run in validated[1:]:
             sentences += _validated_otherwise(run, validated[0])
         differences = list(_step_differences(run.name, last_steps))
-        if run.records and not differences and run.last("step") != runs[0].last("step"):
-            differences.append(f"{run.name}: it did not take as many steps as {runs[0].name}.")
         sentences += differences
+        # An evaluation has no steps.
+        if not differences and first and (last := run.last("step")) and last != first.last("step"):
+            sentences.append(f"{run.name}: it took {last:,.0f} steps, {first.name} {first.last('step'):,.0f}.")
     return sentences
 
 
 def _step_differences(name: str, last_steps: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     """Say which figures of a run are of another step than the first run's. last_steps: by heading and run."""
-    headings: dict[tuple[str, float, float], list[str]] = {}
+    by_steps: dict[tuple[str, float, float], list[str]] = {}
     for heading, by_run in last_steps.items():
         first, first_step = next(iter(by_run.items()))
         if (step := by_run.get(name, first_step)) != first_step:
-            headings.setdefault((first, first_step, step), []).append(heading)
-    for (first, first_step, step), names in headings.items():
-        figures = f"{'; '.join(names)} {'is' if len(names) == 1 else 'are'}"
+            by_steps.setdefault((first, first_step, step), []).append(heading)
+    for (first, first_step, step), headings in by_steps.items():
+        figures = f"{'; '.join(headings)} {'is' if len(headings) == 1 else 'are'}"
         yield f"{name}: its {figures} of step {step:,.0f}, {first}'s of step {first_step:,.0f}."
 
 
@@ -294,7 +296,8 @@ def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
 
 def _settings_of(folder: Path) -> dict[str, str]:
     provenance, settings = read_provenance(folder), _flat(read_config(folder))
-    return settings if provenance is None or provenance.weights is None else settings | {_WEIGHTS: provenance.weights}
+    started_from = None if provenance is None else provenance.started_from
+    return settings if started_from is None else settings | {_STARTED_FROM: started_from}
 
 
 def _prefixes(key: str) -> list[str]:

@@ -56,8 +56,8 @@ class Provenance:
     """Versions of libraries by name."""
     student: ModelOrigin
     teachers: tuple[ModelOrigin, ...]
-    weights: str | None = None
-    """Folder or hub name of the weights that the run started from; None if they are student.model's."""
+    started_from: str | None = None
+    """As in a checkpoint's `Progress`."""
     validation_texts: str | None = None
     """Short hash of the validation texts in order, whatever the models; None without validation."""
     num_texts: int | None = None

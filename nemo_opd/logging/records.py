@@ -215,12 +215,13 @@ def read_projections(output_dir: Path) -> Mapping[str, Sequence[MovedRow]]:
         raise DataError(f"{file} is damaged: {str(error).splitlines()[0]}; remove it") from error
 
 
-def overview(config: object, weights: str | None = None) -> list[_Fact]:
+def overview(config: object, started_from: str | None = None) -> list[_Fact]:
     """Return the student, teachers, loss and texts in words, for readers who do not know the settings.
 
-    weights: of the student before the run, if they are not student.model's.
+    started_from: as in a checkpoint's `Progress`.
     """
-    facts = [("student", str(weights or value_at(config, "student.model") or NOTHING))]
+    student = str(value_at(config, "student.model") or NOTHING)
+    facts = [("student", student if started_from is None else f"{student} with {started_from}")]
     kd, ce = value_at(config, "loss.kd_weight"), value_at(config, "loss.ce_weight")
     if kd and (teachers := _used_teachers(config)):
         models = [f"{value_at(teacher, 'name')} ({value_at(teacher, 'model')})" for teacher in teachers]

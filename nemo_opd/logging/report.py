@@ -73,11 +73,12 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     if tables:
         write_atomically(folder / "tables.md", "\n".join(map(markdown, tables)).encode())
     provenance = read_provenance(output_dir)
+    started_from = None if provenance is None else provenance.started_from
     page = render(
         "report.html",
         title=visible(run_name(config) or output_dir.name),
         folder=output_dir,
-        overview=[*_course(provenance, records), *overview(config, None if provenance is None else provenance.weights)],
+        overview=[*_course(provenance, records), *overview(config, started_from)],
         tiles=[*_result_tiles(closing), *_progress_tiles(records)],
         closing=closing,
         charts=charts,

@@ -109,7 +109,8 @@ def require_weights(reference: str, *, key: str) -> None:
 
 def model_below(folder: Path) -> Path | None:
     """Return the folder with the model in a folder of a run, of its checkpoints or of one; None if there is none."""
-    newest_first = sorted(folder.glob("step_*/student"), reverse=True)
+    checkpoints = [*folder.glob("step_*/student"), *folder.glob("checkpoints/step_*/student")]
+    newest_first = sorted(checkpoints, key=lambda path: (len(path.parent.name), path), reverse=True)
     return next(filter(Path.is_dir, (folder / "final", folder / "student", *newest_first)), None)
 
 

@@ -114,9 +114,9 @@ class Plan:
     utilization: Utilization
 
     @property
-    def weights(self) -> str | None:
-        """Folder or hub name of the weights that the run started from, if they are not student.model's."""
-        return None if self.progress is None else self.progress.weights
+    def started_from(self) -> str | None:
+        """As in `Progress`."""
+        return None if self.progress is None else self.progress.started_from
 
     @property
     def grid(self) -> BatchGrid:
@@ -216,8 +216,8 @@ def preflight(config: RunConfig) -> Plan:
     warnings += check_templates(config, data, student, teachers)
     statistics = survey(config, data, student, teachers, objective, [teacher.projection for teacher in teacher_plans])
     warnings += check_texts(config, statistics)
-    number = _packed_rows(config, data, statistics) if config.packs_documents else len(data.train)
-    warnings += [*warn_of_few_texts(config, number), *warn_of_student_as_teacher(config)]
+    num_samples = _packed_rows(config, data, statistics) if config.packs_documents else len(data.train)
+    warnings += [*warn_of_few_texts(config, num_samples), *warn_of_student_as_teacher(config)]
     if isinstance(data, Corpus):
         warnings += warn_of_spelled_tokens(config, data, student)
     if config.packs_documents:

@@ -64,7 +64,7 @@ def run_summary(plan: Plan) -> RunSummary:
     }
     return RunSummary(
         name=config.run.name,
-        student=without_secrets(config.student.model + ("" if plan.weights is None else f" with {plan.weights}")),
+        student=without_secrets(config.student.model + (f" with {plan.started_from}" if plan.started_from else "")),
         teachers=tuple(teachers),
         device=device_name(plan.device),
         layout=_layout_of(plan),

@@ -170,8 +170,8 @@ def _require_template(config: RunConfig, key: str, settings: Model) -> NoReturn:
     value = template_setting(config.student.chat_template or config.student.tokenizer_source[1])
     plain = "" if value == PLAIN else f", {key}.chat_template={PLAIN}"
     texts = ""
-    if config.rollout is not None and key == "student":
-        texts = f", or data.text_key={next(iter(config.data.prompt_key), 'COLUMN')} to continue texts"
+    if config.rollout is not None and key == "student" and (columns := config.data.prompt_key):
+        texts = f", or data.prompt_key=[] data.text_key={columns[0]} to continue texts"
     raise AlignmentError(
         f"{key}.{'='.join(settings.tokenizer_source)} has no chat template, which conversations need; write "
         f"{key}.chat_template={value}{plain}, a file, or {key}.tokenizer with the instruct model's tokenizer{texts}"

@@ -238,9 +238,9 @@ def warn_of_few_texts(config: RunConfig, number: int) -> Iterator[str]:
     per_step = config.train.global_batch_size // (1 if config.rollout is None else config.rollout.n)
     if number < per_step:
         noun = "texts" if config.rollout is None else "prompts"
-        counted, about = ("packed rows", "about ") if config.packs_documents else (noun, "")
+        unit, about = ("packed rows", "about ") if config.packs_documents else (noun, "")
         yield (
-            f"train.global_batch_size={config.train.global_batch_size}: a step takes {per_step} {counted}, the data "
+            f"train.global_batch_size={config.train.global_batch_size}: a step takes {per_step} {unit}, the data "
             f"have {about}{number}, so each step takes them all; lower train.global_batch_size, or give more {noun}"
         )
 

@@ -60,6 +60,11 @@ def drive(
 def _trained_baseline(plan: Plan) -> bool:
     """Train the same steps without teachers, unless that is done; return False if it was interrupted."""
     config, folder = plan.config, plan.output_dir / BASELINE
+    if plan.started_from is not None:
+        raise ConfigError(
+            f"run.baseline=true: the run started from {plan.started_from}, and its baseline would start from "
+            f"student.model={config.student.model}; leave run.baseline out, or write the former as student.model"
+        )
     baseline, log = _without_teachers(plan, folder), TextLog(folder / VALIDATION_LOG)
     if config.run.resume == "auto" and log.at(plan.total_steps) is not None:
         if identity(from_yaml(folder / "config.yaml")) != identity(baseline):

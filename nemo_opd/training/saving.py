@@ -227,7 +227,8 @@ def _exported_folders(plan: Plan, closing: ClosingTable, start: Mapping[str, flo
 
 def provenance(plan: Plan, summary: RunSummary) -> Provenance:
     student = plan.config.student
-    weights = plan.weights or student.model
+    # With LoRA the run started from student.model and adapters.
+    model = student.model if plan.started_from is None or student.lora is not None else plan.started_from
     return Provenance(
         command=without_secrets(_command()),
         versions={
@@ -237,11 +238,11 @@ def provenance(plan: Plan, summary: RunSummary) -> Provenance:
         },
         student=ModelOrigin(
             "student",
-            _public_name(weights),
+            _public_name(model),
             _public_name(student.tokenizer_source[1]),
             plan.student_vocab_size,
-            read_own_card(weights),
-            commit=hub_commit(weights),
+            read_own_card(model),
+            commit=hub_commit(model),
             parameters=plan.utilization.student.parameters,
         ),
         teachers=tuple(
@@ -250,7 +251,7 @@ def provenance(plan: Plan, summary: RunSummary) -> Provenance:
                 plan.config.active_teachers, summary.teachers, plan.teachers, plan.utilization.teachers, strict=True
             )
         ),
-        weights=plan.weights,
+        started_from=plan.started_from,
         validation_texts=plan.data.validation_hash,
         data_commits=_data_commits(plan.config),
         total_steps=summary.total_steps,

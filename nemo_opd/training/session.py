@@ -354,7 +354,7 @@ class Session:
             best=self.best.state(),
             stopping=self.patience.state(),
             settings=identity(self.config),
-            weights=self.plan.weights,
+            started_from=self.plan.started_from,
         )
         self.saving.save(self.models, progress, in_background=self.config.train.async_save)
 

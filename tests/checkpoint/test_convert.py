@@ -26,6 +26,7 @@ from nemo_opd.training.saving import provenance
 from tests.composition import compose
 from tests.exit_status import exit_status
 from tests.tiny import Tiny
+from tests.training.launch import run_here
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
 
 pytestmark = pytest.mark.world
@@ -267,6 +268,15 @@ def test_a_run_finds_it_and_its_place_in_the_data(world: World, tiny: Tiny) -> N
         beginning = loader.state_dict()
         loader.load_state_dict(plan.progress.loader)
         assert loader.state_dict() == beginning
+
+
+def test_later_checkpoints_know_it(world: World, tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: after a save and a resume, header and card name student.model as the start."""
+    run = shutil.copytree(world.start.parent.parent, tmp_path / "run")
+    run_here(run, tiny.overrides(*TRAIN, "run.resume=auto", "train.max_steps=1"))
+    newest = CheckpointManager(run / "checkpoints", keep_last=1).newest()
+    assert newest is not None
+    assert (newest.progress.step, newest.progress.started_from) == (1, str(world.weights))
 
 
 def edited(checkpoint: Checkpoint, folder: Path, old: str, new: str) -> str:

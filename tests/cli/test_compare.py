@@ -74,8 +74,8 @@ def test_only_settings_that_differ(tmp_path: Path) -> None:
     assert list(table.heads) == ["", "a/run", "b/run"]
     assert [list(row) for row in table.rows] == [["lr", "0.1", "0.2"], ["teachers.0.weight", "1.0", "2.0"]]
     student = ModelOrigin("student", "w", "s", 9, OwnCard())
-    write_provenance(runs[1].folder, Provenance("nemo-opd", {}, student, (), weights="me/w"))
-    assert ["weights of checkpoint from-hf", "-", "me/w"] in [list(row) for row in setting_tables(runs)[0].rows]
+    write_provenance(runs[1].folder, Provenance("nemo-opd", {}, student, (), started_from="me/w"))
+    assert ["checkpoint from-hf --model", "-", "me/w"] in [list(row) for row in setting_tables(runs)[0].rows]
 
 
 def write_validated(
@@ -136,16 +136,17 @@ def test_scores_of_other_steps_are_named() -> None:
 def test_runs_of_other_lengths_are_named_without_validation() -> None:
     """Bug: 3 and 60 steps side by side without a word, as one of the two was not validated."""
     runs = [
-        SweptRun(name, Path(name), ({"step": step, **values},), True, None)
-        for name, step, values in (("a", 60, {"val/bits_per_byte": 2.0}), ("b", 3, {"train/loss": 1.0}))
+        SweptRun(name, Path(name), ({"step": step, key: 1.0},), True, None)
+        for name, step, key in (("e", 0, "eval/pass@1"), ("a", 60, "val/bits_per_byte"), ("b", 3, "train/loss"))
     ]
-    assert unlike(runs) == ["b: it did not take as many steps as a."]
+    assert unlike([SweptRun("refused", Path("refused"), (), False, None), *runs]) == ["b: it took 3 steps, a 60."]
+    assert unlike(runs[::-1]) == ["a: it took 60 steps, b 3."]
 
 
 def test_one_run_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "one", 0.1, [1.0])
     with pytest.raises(SystemExit):
-        main(["compare", str(run), "--output", str(tmp_path / "page.html")])
+        main(["compare", str(run), str(run), "--output", str(tmp_path / "page.html")])
     assert "nothing to compare with" in " ".join(capsys.readouterr().err.split())
 
 
@@ -185,16 +186,16 @@ def test_answers_are_compared_question_by_question(tmp_path: Path) -> None:
 
 def test_a_page_without_an_ending_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: the folder of its curves takes its name, and the page cannot be written."""
-    run = write_run(tmp_path / "one", 0.1, [1.0])
+    runs = [str(write_run(tmp_path / name, 0.1, [1.0])) for name in ("one", "two")]
     with pytest.raises(SystemExit):
-        main(["compare", str(run), str(run), "--output", str(tmp_path / "page")])
+        main(["compare", *runs, "--output", str(tmp_path / "page")])
     assert "add .html to it" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: a way out that names a setting of runs, which this command does not take."""
-    run = write_run(tmp_path / "one", 0.1, [1.0])
+    runs = [str(write_run(tmp_path / name, 0.1, [1.0])) for name in ("one", "two")]
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
-        main(["compare", str(run), str(run), "--output", str(tmp_path / "file" / "page.html")])
+        main(["compare", *runs, "--output", str(tmp_path / "file" / "page.html")])
     assert capsys.readouterr().err.rstrip().endswith("; name another --output")

@@ -161,6 +161,7 @@ def test_every_reward_composes(option: str) -> None:
     ("arguments", "message"),
     [
         (("reward=numeric",), "model: required, but not given"),
+        (("model=m", "data.jsonl_files=a", "reward=numerical"), r"reward=numerical: there is no such option; [^\n]*$"),
         (("model=m", "data.jsonl_files=a"), "reward: answers are scored by the reward; set reward"),
         (("model=m", "reward=numeric", "n=2", "k=[1,4]"), r"k=\[1, 4\]: 4 of n=2 answers"),
         (("model=m", "reward=numeric", "rollout.n=4"), "rollout.n is for training.*write n="),

@@ -75,7 +75,7 @@ def test_the_hub_reads_models_licence_and_results(run: Path) -> None:
     assert "distillation" in data.tags
     origin = read_provenance(run)
     assert origin is not None
-    write_provenance(run, replace(origin, weights="me/w"))  # by checkpoint from-hf
+    write_provenance(run, replace(origin, started_from="me/w"))  # by checkpoint from-hf
     assert card_of(run).data.base_model == "me/w"
     found = {(each.dataset_name, each.metric_type): each.metric_value for each in data.eval_results}
     assert found == {("validation text", "bits_per_byte"): 1.5, ("sums", "greedy"): 0.4}

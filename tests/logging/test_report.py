@@ -323,7 +323,9 @@ def test_a_damaged_configuration_is_named(written: str, reason: str, tmp_path: P
     with pytest.raises(DataError, match=rf"config\.yaml is damaged \({reason}.*; repair or remove it"):
         write_report(tmp_path)
     assert exit_status("report", str(tmp_path)) == 1
-    assert exit_status("compare", str(tmp_path), str(tmp_path), "--output", str(tmp_path / "page.html")) == 1
+    (tmp_path / "other").mkdir()
+    write_run(tmp_path / "other", a_run())
+    assert exit_status("compare", str(tmp_path), str(tmp_path / "other"), "--output", str(tmp_path / "page.html")) == 1
 
 
 LONG_NAME = "/lustre/users/somebody/checkpoints/a-teacher-named-by-the-whole-path-of-its-checkpoint-step-120000"
