@@ -177,8 +177,8 @@ def _list_runs(arguments: Namespace, console: Console) -> None:
 
         runs = [read_facts(folder) for folder in find_runs(arguments.folder)]
         if not runs:
-            problem = "there is no run in it" if arguments.folder.is_dir() else "there is no such folder"
-            problem = "it is not a folder" if arguments.folder.is_file() else problem
+            problem = "it is not a folder" if arguments.folder.exists() else "there is no such folder"
+            problem = "there is no run in it" if arguments.folder.is_dir() else problem
             raise DataError(f"{arguments.folder}: {problem}; name a folder with runs")
         rows = [_HEADS, *map(_row, runs)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -40,6 +40,7 @@ _STYLES = ("-", "--", ":", "-.")
 _NOT_COMPARED = ("run.name", "run.output_dir", "run.resume", "run.baseline", "run.export_worse")
 """Settings without an effect on what is compared."""
 _STARTED_FROM = "checkpoint from-hf --model"
+"""Row of the models that runs started from in place of student.model."""
 _IDENTIFYING = ("name", "type", "model")
 """Settings that identify a section."""
 

@@ -42,7 +42,7 @@ from nemo_opd.models.stored_output import require_head, served_layout, sparse_la
 from nemo_opd.preflight.model_info import ModelInfo, ModelSize, read_model_info, tokenizer_info
 from nemo_opd.projection import Audit, ProjectionMatrix, audit, cached_projection
 from nemo_opd.teacher_cache.reader import CacheReader
-from nemo_opd.teacher_cache.shard import read_manifest, require_cache
+from nemo_opd.teacher_cache.shard import ASK_MISSING, read_manifest, require_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,7 @@ def require_stored(config: RunConfig, samples: Collection[Sample]) -> None:
                 if ids is not None:
                     reader.segment(ids)
         except DataError as error:
-            problem = str(error).replace("on_missing: ask", f"teachers.{i}.on_missing=ask")
+            problem = str(error).replace(ASK_MISSING, f"teachers.{i}.on_missing=ask")
             raise DataError(f"teachers.{i}.cache: {problem}") from error
 
 

@@ -19,6 +19,7 @@ from nemo_opd.errors import DataError, EndpointError
 from nemo_opd.files import remove_abandoned
 from nemo_opd.rotary import RotaryLimit, rotary_limit
 from nemo_opd.teacher_cache.shard import (
+    ASK_MISSING,
     KEY_BYTES,
     OPENING,
     SUFFIX,
@@ -166,7 +167,7 @@ class CacheReader:
             f"{self.folder} holds no answers of {self.manifest.teacher} to segment {key.hex()}, which has {len(ids)} "
             f"of its tokens and starts with the ids {ids[:8].tolist()}; the cache was built from other texts, or with "
             f"other data.packing, train.max_length, data.append_eos, chat template or context{rotary}. To add missing "
-            "answers, set on_missing: ask, or run nemo-opd cache build with this run's settings as --config and the "
+            f"answers, set {ASK_MISSING}, or run nemo-opd cache build with this run's settings as --config and the "
             "teacher as --model"
         )
 

@@ -31,7 +31,9 @@ SUFFIX = ".safetensors"
 _INDEX = ("keys", "openings", "begins", "checksums")
 """Tensors that are read when a shard is opened."""
 _WAY_OUT = "remove the file and run nemo-opd cache build again, which adds its segments"
-_ASK_AGAIN = "run nemo-opd cache build again, which replaces it, or set on_missing: ask"
+ASK_MISSING = "on_missing: ask"
+"""The setting in messages; a run's message writes it with the teacher's number."""
+_ASK_AGAIN = f"run nemo-opd cache build again, which replaces it, or set {ASK_MISSING}"
 _DTYPES = {"U8": np.uint8, "U32": np.uint32, "U64": np.uint64, "I64": np.int64}
 _MANIFEST_VERSION = 1
 """Increased when the same manifest would describe other bytes."""
