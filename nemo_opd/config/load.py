@@ -37,6 +37,7 @@ from nemo_opd.config.command_line import (
     require_no_secrets,
     swept_options,
 )
+from nemo_opd.config.other_trainers import translate
 from nemo_opd.config.reference import help_text
 from nemo_opd.config.run import RunConfig, S, from_dict, validated
 from nemo_opd.config.secrets import has_references, leaves, remember, require_values, shown_config
@@ -337,7 +338,8 @@ def _explain_composition(error: Exception, command: CommandLine) -> str:
         options = ", ".join(option for option in error.options if not option.startswith(INLINE))
         if not name:
             return f"{group}=: it is empty; choose one of {options}"
-        return f"{group}={name}: there is no such option; choose one of {options}{_INSTEAD_OF_OPTION.get(group, '')}"
+        ways_out = [*translate(name), f"choose one of {options}{_INSTEAD_OF_OPTION.get(group, '')}"]
+        return f"{group}={name}: there is no such option; {'; '.join(ways_out)}"
     if isinstance(error, OverrideParseException):
         override = error.override.removeprefix("++")
         return f"{override}: cannot be read as key=value; quote a value with special characters, as in 'key=\"a(b\"'"

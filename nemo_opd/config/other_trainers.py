@@ -6,6 +6,7 @@ _TRL: Mapping[str, str] = {
     "GOLDTrainer": "loss.type=gold with loss.compat=trl",
     "GKDTrainer": "loss.type=same_vocab",
     "DistillationTrainer": "nemo-opd distil, or nemo-opd distil-on-policy",
+    "gkd": "loss=jsd",
     "model_name_or_path": "student.model",
     "teacher_model": "teachers.0.model",
     "teacher_model_name_or_path": "teachers.0.model",

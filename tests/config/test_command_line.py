@@ -309,6 +309,7 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
             ["loss=nope"],
             r"^loss=nope: there is no such option; choose one of alm, bpm, byte_prefix, dpca, escd",
         ),
+        (["loss=gkd"], r"^loss=gkd: there is no such option; gkd of TRL or transformers is loss=jsd here; choose"),
         (["teachers=phi"], r"^teachers=phi: .* choose one of .*demo_multi, .*phi4mini_llama3b"),
         (["run.output_dir=/runs/a(b"], r"^run\.output_dir=/runs/a\(b: cannot be read .* quote a value"),
         (["train"], r"^train: cannot be read as key=value, and is neither a YAML file nor a recipe"),
