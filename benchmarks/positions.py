@@ -75,7 +75,7 @@ def measure(config: RunConfig, teacher: str, loss: str, seeds: int, folder: Path
     for seed in range(seeds):
         data, output = config.model_dump(mode="json"), folder / f"{loss} {seed}"
         data["run"]["seed"] = seed
-        data["loss"] = LOSSES[loss]
+        data["loss"] = {"normalizer": "units"} | LOSSES[loss]
         data["logging"]["gradients_every"] = None if loss == CONTROL else GRADIENTS_EVERY
         measured.bits_per_byte.append(trained(from_dict(data), loss, output, None).bits_per_byte)
         start, *_ = records = read(output / "metrics.jsonl")
@@ -133,7 +133,7 @@ def sentence(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> str:
     names = " and ".join(f"{size:,} tokens ({name})" for name, size in sizes.items())
     return (
         f"the demo's student of 2,048 tokens and teachers of {arguments.teacher_steps} steps with {names}, "
-        f"cross-entropy and KD at weights of 1 unless said otherwise, {arguments.steps} steps of 8 rows of "
+        f"cross-entropy and KD at weights of 1, `normalizer=units` unless said otherwise, {arguments.steps} steps of 8 rows of "
         f"{arguments.max_length} tokens, {arguments.seeds} seeds."
     )
 

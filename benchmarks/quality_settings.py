@@ -60,6 +60,15 @@ SETTINGS = (
     Setting("shared_prefix", "one teacher", (ONE, "loss=shared_prefix"), "both sides on the vocabulary they share"),
     Setting("alm", "one teacher", (ONE, "loss=alm"), "the likelihood of each chunk"),
     Setting("uld", "one teacher", (ONE, "loss=uld"), "probabilities by rank"),
+    *(
+        Setting(
+            f"{loss}_by_chunk",
+            "one teacher",
+            (ONE, f"loss={loss}", "loss.normalizer=units"),
+            f"{loss} divided by chunks, not by tokens",
+        )
+        for loss in ("p_kl", "gold", "byte_prefix")
+    ),
     Setting("two_weighted", "two teachers", (TWO,), "p_kl and same_vocab, half each"),
     Setting(
         "two_bits_per_byte",

@@ -62,10 +62,12 @@ def teacher(kind: str, **more: Any) -> dict[str, Any]:
 CE_ONLY = {"loss": {"type": "same_vocab", "kd_weight": 0.0}, "teachers": [teacher("same")]}
 KD = {"loss": {"type": "same_vocab"}, "teachers": [teacher("same")]}
 CACHED = {"loss": {"type": "same_vocab"}, "teachers": [{"name": "original", "type": "cached", "cache": "{root}/cache"}]}
+UNITS = {"normalizer": "units"}
+"""Of all losses across tokenizers whose description does not say otherwise."""
 
 
 def cross(loss: str, **more: Any) -> dict[str, Any]:
-    return {"loss": {"type": loss, **more}, "teachers": [teacher("cross")]}
+    return {"loss": {"type": loss} | UNITS | more, "teachers": [teacher("cross")]}
 
 
 def pruned(model: str, short: str) -> list[Setting]:
@@ -138,7 +140,7 @@ def _with_gemma(
     as_long_as: str | None = None,
     **more: Any,
 ) -> Setting:
-    changes = student("original") | {"loss": {"type": loss, **more}, "teachers": [gemma]}
+    changes = student("original") | {"loss": {"type": loss} | UNITS | more, "teachers": [gemma]}
     is_timed = None if as_long_as is None else ("gemma_ce", as_long_as)
     return Setting("languages", f"gemma_{name}", about, changes, None if name == "ce" else "gemma_ce", is_timed)
 

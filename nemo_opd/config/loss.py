@@ -1,5 +1,6 @@
 """Loss terms: how the student is compared with a teacher."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -54,10 +55,18 @@ class DivergenceTerm(Settings):
 class NormalizedTerm(Settings):
     """Settings of terms whose units may be aligned chunks."""
 
-    normalizer: Literal["units", "student_tokens"] = "units"
-    """Divisor of the sum. units: the compared chunks or tokens; student_tokens: the student's scored tokens in texts
-    with such units (methods.md §7.1).
+    normalizer: Literal["units", "student_tokens"] = "student_tokens"
+    """Divisor of the sum. student_tokens: the student's scored tokens in texts with a compared chunk or token: each
+    compared position weighs as much as a token of cross-entropy; units, also with `compat`: the compared chunks or
+    tokens (methods.md §7.1).
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def compat_divides_by_units(cls, data: object) -> object:
+        if isinstance(data, Mapping) and data.get("compat") is not None:
+            return {"normalizer": "units", **data}
+        return data
 
 
 class SameVocabTerm(DivergenceTerm):
