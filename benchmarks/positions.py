@@ -133,8 +133,8 @@ def sentence(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> str:
     names = " and ".join(f"{size:,} tokens ({name})" for name, size in sizes.items())
     return (
         f"the demo's student of 2,048 tokens and teachers of {arguments.teacher_steps} steps with {names}, "
-        f"cross-entropy and KD at weights of 1, `normalizer=units` unless said otherwise, {arguments.steps} steps of 8 rows of "
-        f"{arguments.max_length} tokens, {arguments.seeds} seeds."
+        "cross-entropy and KD at weights of 1, `normalizer=units` unless said otherwise, "
+        f"{arguments.steps} steps of 8 rows of {arguments.max_length} tokens, {arguments.seeds} seeds."
     )
 
 

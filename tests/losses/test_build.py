@@ -140,7 +140,8 @@ def test_sampled_kl_term_of_a_teacher_with_another_tokenizer():
     """Only chunks of what was sampled are units, and the engine's log-probabilities reach the loss."""
     student, teacher, of_batch = logits(7, 10, 0), logits(6, 11, 1), sampled(9)
     settings = {"estimator": "k2", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0, **IMPORTANCE}
-    loss = build(SampledKLTerm(**settings), across_tokenizers=True, student_vocab_size=9, teacher_vocab_size=11)
+    term = SampledKLTerm(**settings, normalizer="units")
+    loss = build(term, across_tokenizers=True, student_vocab_size=9, teacher_vocab_size=11)
     tokens, own = rows(7), TeacherRows(rows(6), ChunkRows(*CHUNKS))
     chunks = [CHUNKS[0].clone(), CHUNKS[1]]
     chunks[0][1] = -1
@@ -195,12 +196,15 @@ def test_the_objective_around_a_term_is_no_part_of_its_loss(term, objective):
 CROSS_TERMS = (PKLTerm, GoldTerm, HKLTerm, StrictTerm, BytePrefixTerm, SharedPrefixTerm, ESCDTerm, ALMTerm, ULDTerm)
 
 
-POSITIONS = [BytePrefixTerm(positions="all", ends=ends) for ends in ("drop", "cover", "rest")]
-CONTINUED = [term(continuation_weight=0.5) for term in CROSS_TERMS if "continuation_weight" in term.model_fields]
+UNITS = {"normalizer": "units"}
+POSITIONS = [BytePrefixTerm(**UNITS, positions="all", ends=ends) for ends in ("drop", "cover", "rest")]
+CONTINUED = [
+    term(**UNITS, continuation_weight=0.5) for term in CROSS_TERMS if "continuation_weight" in term.model_fields
+]
 
 
 @pytest.mark.parametrize(
-    "settings", [SameVocabTerm(), *(term() for term in CROSS_TERMS), *CONTINUED, *POSITIONS], ids=repr
+    "settings", [SameVocabTerm(), *(term(**UNITS) for term in CROSS_TERMS), *CONTINUED, *POSITIONS], ids=repr
 )
 def test_units_are_counted_as_the_loss_counts_them(settings):
     """What the driver counts is what ranks divide by; catches a term that skips units nobody told the driver of, and
@@ -225,10 +229,19 @@ def test_a_sum_is_divided_by_the_tokens_of_texts_that_have_a_chunk(term):
     chunks[0][1] = chunks[1][1] = -1
     ids = (torch.tensor([[5, 1, 2, 3, 3, 4, 4]] * 2), torch.tensor([[5, 1, 2, 2, 3, 0]] * 2))
     student, teacher = (TokenRows(side, *(side[:, 0], side > 1, side.int())) for side in ids)
-    loss = build(term(normalizer="student_tokens"), cases.identity(9))
+    loss = build(term(), cases.identity(9))
     assert loss.num_units(student, TeacherRows(teacher, ChunkRows(*chunks))) == 5
     weights = torch.tensor([0.5, 4.0])
     assert loss.num_units(student, TeacherRows(teacher, ChunkRows(*chunks), rollout_weights=weights)) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("term", "compat"), [(PKLTerm, "nemo_rl"), (GoldTerm, "trl"), (HKLTerm, "trl"), (ULDTerm, "trl")]
+)
+def test_another_systems_formula_is_divided_by_chunks(term, compat):
+    assert term(compat=compat).normalizer == "units"
+    assert term(compat=compat, normalizer="student_tokens").normalizer == "student_tokens"
+    assert term().normalizer == "student_tokens"
 
 
 @pytest.mark.parametrize("term", [SameVocabTerm, TCADTerm, SampledKLTerm, *CROSS_TERMS])
