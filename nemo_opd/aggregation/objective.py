@@ -156,7 +156,7 @@ class TrainingObjective:
     """Size of the student's tokenizer."""
 
     def counts(self, batch: Batch) -> list[float]:
-        """Return the counts behind the normalizers: label tokens, sampled tokens, units per part, texts per part.
+        """Return the counts behind the normalizers: label tokens, sampled tokens, units or tokens and texts per part.
 
         The counts of a global batch are the sums of its shards' counts.
         """

@@ -251,6 +251,9 @@ def later(pick: random.Random, settings: dict[str, Any], on_policy: bool) -> Non
         for entry in settings["teachers"]:
             if entry["type"] == "same_tokenizer" and pick.random() < 0.4:
                 entry["loss"] = term(pick, "tcad")
+    for each in terms:
+        if each["type"] in ("sampled_kl", *CROSS) and pick.random() < 0.4:
+            each["normalizer"] = "units"
 
 
 def scaled(pick: random.Random, loss: dict[str, Any]) -> None:
@@ -287,7 +290,7 @@ def without_idle(settings: dict[str, Any], on_policy: bool) -> None:
     followers = {entry["type"] for entry in entries if "loss" not in entry}
     if loss["type"] in CROSS[:-1] and followers == {"same_tokenizer"}:
         for key in ("continuation_weight", "merge", "coverage_coef", "vocab_topk", "common_weight", "uncommon_weight",
-                    "uncommon_topk", "top_k", "normalization"):  # fmt: skip
+                    "uncommon_topk", "top_k", "normalization", "normalizer"):  # fmt: skip
             loss.pop(key, None)
 
 

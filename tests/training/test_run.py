@@ -49,7 +49,8 @@ def test_metrics_agree_with_each_other(reference: Run) -> None:
     for record in reference.metrics[1:]:
         kd = record["train/kd"]
         # Weighted before its sum, which is fp32.
-        assert kd == pytest.approx(0.5 * record["train/kd/cross"] + 0.5 * record["train/kd/same"], rel=1e-6)
+        cross = record["train/kd/cross"] * record["train/kd_positions/cross"]
+        assert kd == pytest.approx(0.5 * cross + 0.5 * record["train/kd/same"], rel=1e-6)
         assert record["train/kd_scale"] == pytest.approx(ce_average / kd_average if kd_average else 1.0, rel=1e-12)
         assert record["train/loss"] == pytest.approx(record["train/ce"] + record["train/kd_scale"] * kd, rel=1e-12)
         ce_average = 0.99 * ce_average + 0.01 * record["train/ce"]

@@ -109,7 +109,9 @@ def expected(plan: Plan, batch: list[Text], routes: Sequence[int]) -> Expected:
     if aggregation.type == "weighted_sum":
         weights = [[weight(plan, one, i) for i in numbers] for one in batch]
         means = [
-            sum(w[i] * one.kd[i] for w, one in zip(weights, batch, strict=True)) / units_of(batch, i) for i in numbers
+            sum(w[i] * one.kd[i] for w, one in zip(weights, batch, strict=True))
+            / sum(tokens_of(one, i) for one in batch)
+            for i in numbers
         ]
         raw = [float(sum(one.kd[i].detach() for one in batch)) / units_of(batch, i) for i in numbers]
         return Expected(ce, sum(means), raw, [sum(w[i] for w in weights) / len(batch) for i in numbers])
@@ -117,13 +119,18 @@ def expected(plan: Plan, batch: list[Text], routes: Sequence[int]) -> Expected:
     if aggregation.type == "select_teacher" and aggregation.per == "batch":
         choices = [best(batch)] * len(batch)
     total = sum(one.kd[i] for one, i in zip(batch, choices, strict=True))
-    kd = total / sum(one.units[i] for one, i in zip(batch, choices, strict=True))
+    kd = total / sum(tokens_of(one, i) for one, i in zip(batch, choices, strict=True))
     own = [[one for one, choice in zip(batch, choices, strict=True) if choice == i] for i in numbers]
     raw = [
         float(sum(one.kd[i].detach() for one in mine)) / units_of(mine, i) if mine else math.nan
         for i, mine in enumerate(own)
     ]
     return Expected(ce, kd, raw, [len(mine) / len(batch) for mine in own])
+
+
+def tokens_of(one: Text, i: int) -> int:
+    """Return the student's tokens if teacher i is compared with any."""
+    return one.labels if one.units[i] else 0
 
 
 def units_of(batch: list[Text], i: int) -> int:

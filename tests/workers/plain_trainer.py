@@ -34,7 +34,7 @@ def plain_training(plan: Plan, batches: list[Batch]) -> tuple[list[dict[str, flo
     for step, batch in enumerate(batches):
         rate = settings.lr * (floor + (1 - floor) * (1 + math.cos(math.pi * step / plan.total_steps)) / 2)
         optimizer.param_groups[0]["lr"] = rate
-        ce, cross, same = terms(plan, student, teachers, batch)
+        ce, cross, same, of_chunks = terms(plan, student, teachers, batch)
         weights = [teacher.weight for teacher in config.teachers]
         kd = weights[0] * cross + weights[1] * same
         loss = config.loss.ce_weight * ce + config.loss.kd_weight * kd
@@ -50,7 +50,7 @@ def plain_training(plan: Plan, batches: list[Batch]) -> tuple[list[dict[str, flo
         curve.append(
             {
                 "ce": float(ce.detach()),
-                "kd/cross": float(cross.detach()),
+                "kd/cross": of_chunks,
                 "kd/same": float(same.detach()),
                 "grad_norm": norm,
                 "lr": rate,
@@ -62,14 +62,14 @@ def plain_training(plan: Plan, batches: list[Batch]) -> tuple[list[dict[str, flo
 
 def terms(
     plan: Plan, student: PreTrainedModel, teachers: list[PreTrainedModel], batch: Batch
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return CE, p_kl and same_vocab of a global batch: sums over units, divided by their number at the end."""
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return CE, p_kl and same_vocab of a global batch, divided by tokens, and the mean of p_kl over chunks."""
     cross_rows, _ = batch.teachers
     assert cross_rows.chunks is not None
     projection, size = plan.teachers[0].projection, plan.student_vocab_size
     assert projection is not None
     sums = [torch.zeros(()) for _ in range(3)]
-    labels = chunks = 0
+    labels = compared = chunks = 0
     ours = sequences(batch.student.ids, batch.student.lengths)
     theirs = sequences(cross_rows.tokens.ids, cross_rows.tokens.lengths)
     for row, (ids, teacher_ids) in enumerate(zip(ours, theirs, strict=True)):
@@ -99,8 +99,10 @@ def terms(
         )
         labels += len(ids) - 1
         first = {int(student_chunks[0]), int(teacher_chunks[0]), -1} if len(teacher_ids) else {-1}
-        chunks += len((set(student_chunks.tolist()) & set(teacher_chunks.tolist())) - first)
-    return sums[0] / labels, sums[1] / chunks, sums[2] / labels
+        of_text = len((set(student_chunks.tolist()) & set(teacher_chunks.tolist())) - first)
+        chunks += of_text
+        compared += (len(ids) - 1) * (of_text > 0)
+    return sums[0] / labels, sums[1] / compared, sums[2] / labels, float(sums[1].detach()) / chunks
 
 
 def sequences(ids: Tensor, lengths: Tensor) -> list[Tensor]:
