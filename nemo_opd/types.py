@@ -7,7 +7,7 @@ Student side first, teacher side second (methods.md, notation):
     V  student vocabulary         W  teacher vocabulary
     D  student hidden width       E  teacher hidden width
     C  aligned chunks             K  kept columns
-    U  units of a loss            N  normalizer: units of the global batch
+    U  units of a loss            N  normalizer: tokens or units of the global batch
 
 A suffix such as `logits_BSV` names a tensor's axes.
 """
@@ -291,13 +291,13 @@ class Batch(Rows):
 
 @dataclass(frozen=True, slots=True)
 class Normalizers:
-    """Unit counts of the global batch that sums are divided by (methods.md §7.1)."""
+    """Counts of the global batch that sums are divided by (methods.md §7.1)."""
 
     ce: int
     """Label tokens of the sequences that were not sampled."""
     kd: tuple[float, ...]
-    """Per part of the KD: aligned chunks, label tokens if the teacher shares the student's tokenizer, or sequences for
-    tcad. A sequence with a rollout weight counts its units times that weight.
+    """Per part of the KD: label tokens of the texts with a unit, units with `normalizer=units`, or sequences for tcad. A
+    sequence with a rollout weight counts that many times.
     """
     policy: int = 0
     """Sampled tokens that are scored."""

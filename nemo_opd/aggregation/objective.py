@@ -38,18 +38,18 @@ SHARE = "kd_share/"
 
 @dataclass(frozen=True, slots=True)
 class Divisor:
-    """Divisor of a part's sum over some rows: units / share (methods.md §6.5)."""
+    """Divisor of a part's sum over some rows: count / share (methods.md §6.5)."""
 
-    units: float
-    """Units of the part, or of all parts whose units count alike."""
+    count: float
+    """Tokens or units of the part, or of all parts that count alike."""
     share: Mean | None = None
     """Texts with such units / texts with any unit. None if all units count alike."""
 
     @property
     def value(self) -> float:
-        """units / share; 1 without units, because the sum is then 0."""
+        """count / share; 1 without units, because the sum is then 0."""
         share = 1.0 if self.share is None else self.share.value()
-        return self.units / share if self.units else 1.0
+        return self.count / share if self.count else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class TeacherLoss:
         def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
             metrics = {self._named(name): metric for name, metric in loss.metrics_of(weighted, unweighted).items()}
             share = {} if divisor.share is None else {f"{SHARE}{self.teacher}": divisor.share}
-            return metrics | share | {f"{PART}{self.teacher}": Mean(self.weight * weighted, divisor.units)}
+            return metrics | share | {f"{PART}{self.teacher}": Mean(self.weight * weighted, divisor.count)}
 
         return replace(loss.times(self.weight), metrics_of=metrics_of)
 
@@ -156,20 +156,20 @@ class TrainingObjective:
     """Size of the student's tokenizer."""
 
     def counts(self, batch: Batch) -> list[float]:
-        """Return the counts behind the normalizers: label tokens, sampled tokens, units or tokens and texts per part.
+        """Return the counts behind the normalizers: label tokens, sampled tokens, tokens or units and texts per part.
 
         The counts of a global batch are the sums of its shards' counts.
         """
         masks = label_mask(batch), sampled_mask(batch.student.loss_mask, batch.sampled)
         tokens = [int(count_label_tokens(mask).sum()) for mask in masks]
-        return [*tokens, *self._units(batch), *self._texts(batch)]
+        return [*tokens, *self._kd_counts(batch), *self._texts(batch)]
 
     def divisors(self, batch: Batch) -> tuple[Divisor, ...]:
         """Return one divisor per part for these rows."""
-        return self._divisors(self._units(batch), self._texts(batch))
+        return self._divisors(self._kd_counts(batch), self._texts(batch))
 
-    def _units(self, batch: Batch) -> list[float]:
-        return [part.loss.num_units(*part.rows(batch)) for part in self.parts]
+    def _kd_counts(self, batch: Batch) -> list[float]:
+        return [part.loss.count(*part.rows(batch)) for part in self.parts]
 
     def _texts(self, batch: Batch) -> list[float]:
         """Count the texts of each part that have a unit; zeros if the divisors do not need them."""
@@ -181,14 +181,14 @@ class TrainingObjective:
     def _has_several_kinds(self) -> bool:
         return self.count_together and len({part.loss.unit for part in self.parts}) > 1
 
-    def _divisors(self, units: Sequence[float], texts: Sequence[float]) -> tuple[Divisor, ...]:
+    def _divisors(self, counts: Sequence[float], texts: Sequence[float]) -> tuple[Divisor, ...]:
         if not self.count_together:
-            return tuple(map(Divisor, units))
+            return tuple(map(Divisor, counts))
         if not self._has_several_kinds:
-            return (Divisor(sum(units)),) * len(units)
+            return (Divisor(sum(counts)),) * len(counts)
         kinds = [part.loss.unit for part in self.parts]
         return tuple(
-            Divisor(_sum_of_kind(kind, units, kinds), Mean(_sum_of_kind(kind, texts, kinds), sum(texts)))
+            Divisor(_sum_of_kind(kind, counts, kinds), Mean(_sum_of_kind(kind, texts, kinds), sum(texts)))
             for kind in kinds
         )
 
@@ -199,8 +199,8 @@ class TrainingObjective:
     def normalizers_of(self, counts: Sequence[float]) -> Normalizers:
         """Return the normalizers of a global batch with these `counts`."""
         labels, sampled, *part_counts = counts
-        units, texts = part_counts[: len(self.parts)], part_counts[len(self.parts) :]
-        divisors = self._divisors(units, texts)
+        kd_counts, texts = part_counts[: len(self.parts)], part_counts[len(self.parts) :]
+        divisors = self._divisors(kd_counts, texts)
         return Normalizers(int(labels) or 1, tuple(divisor.value for divisor in divisors), int(sampled) or 1)
 
     def plan(

@@ -183,7 +183,7 @@ class ConsoleLogger(Logger):
         if closing.verdict.sentences:
             self._print(_verdict_lines(closing.verdict))
         if closing.rows:
-            self._print(_closing_table(closing))
+            self._print(_validation_table(closing))
         if closing.scores:
             self._print(_score_table(closing))
         progression, output_dir = self._progression, self._run.output_dir
@@ -351,7 +351,7 @@ def _verdict_lines(verdict: Verdict) -> Padding:
     return Padding(Group(*lines, *remarks), (1, 0, 1, 1))
 
 
-def _closing_table(closing: ClosingTable) -> Table:
+def _validation_table(closing: ClosingTable) -> Table:
     """Return the bits per byte of `ClosingTable.rows`."""
     table = titled_table("Validation")
     table.add_column("model", overflow="fold")

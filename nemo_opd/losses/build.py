@@ -81,7 +81,7 @@ class TermLoss:
         """Return the student tokens whose predictions are compared: bool [B, S]. Raises as `units`."""
         return self.compared(self.batch_arguments(student, teacher, sampled))
 
-    def num_units(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> float:
+    def count(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> float:
         """Return these rows' share of the normalizer: units, or tokens if `is_per_token`, times rollout weights.
 
         Raises as `units`.
@@ -108,7 +108,7 @@ class TermLoss:
         sampled: SampledRows | None = None,
         sequence_weights: Tensor | None = None,
     ) -> PlannedLoss:
-        """Plan the loss. normalizer: the teacher's units in the global batch. Raises ConfigError for missing inputs."""
+        """Plan the loss. normalizer: `count` of the global batch. Raises ConfigError for missing inputs."""
         arguments = self.batch_arguments(student, teacher, sampled)
         return self.plan_loss(
             student_logits, teacher_logits, normalizer=normalizer, sequence_weights=sequence_weights, **arguments

@@ -213,7 +213,7 @@ def test_averaged_teachers_are_compared_where_all_of_them_read(tiny: Tiny) -> No
         of = Batch(student, teachers)
         (part,) = objective.parts
         assert part.student_side(of).loss_mask.equal(scored)
-        assert part.loss.num_units(*part.rows(of)) == int(scored.sum()) == 6
+        assert part.loss.count(*part.rows(of)) == int(scored.sum()) == 6
         assert coverage_metrics(objective, of, ["cross", "same"])["kd_coverage/same"].value() == 6 / 8
 
 

@@ -112,8 +112,8 @@ def test_tcad_term():
     loss = build(TCADTerm(**settings, power_alpha=2.0), student_vocab_size=6)
     weights = torch.tensor([0.25, 0.5])
     own = TeacherRows(tokens, None, rollout_weights=weights)
-    assert loss.num_units(tokens, own, sampled(7)) == 0.75
-    assert loss.num_units(tokens, TeacherRows(tokens, None)) == 2
+    assert loss.count(tokens, own, sampled(7)) == 0.75
+    assert loss.count(tokens, TeacherRows(tokens, None)) == 2
     out = loss.plan(student, teacher, tokens, own, 4, sampled=sampled(7), sequence_weights=weights).compute()
     arguments = {"mask": tokens.loss_mask, "sequence_weights": weights, "student_vocab_size": 6}
     direct = tcad(student, teacher, **arguments, normalizer=4, **settings)
@@ -126,8 +126,8 @@ def test_sampled_kl_term():
     settings = {"estimator": "k1", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0, **IMPORTANCE}
     loss = build(SampledKLTerm(**settings), student_vocab_size=6)
     own = TeacherRows(tokens, None)
-    assert loss.num_units(tokens, own, of_batch) == 5
-    assert loss.num_units(tokens, own) == 0
+    assert loss.count(tokens, own, of_batch) == 5
+    assert loss.count(tokens, own) == 0
     out = loss.plan(student, teacher, tokens, own, 4, sampled=of_batch).compute()
     mask = tokens.loss_mask & torch.tensor([[True], [False]])
     arguments = {"ids": tokens.ids, "mask": mask, "student_vocab_size": 6, **of_engine(of_batch)}
@@ -157,8 +157,8 @@ def test_sampled_kl_term_of_a_teacher_with_another_tokenizer():
     direct = sampled_chunk_kl(student, teacher, **arguments, normalizer=4, **settings)
     out = loss.plan(student, teacher, tokens, own, 4, sampled=of_batch).compute()
     assert torch.equal(out.loss, direct.loss)
-    assert loss.num_units(tokens, own, of_batch) == direct.metrics["kd"].count > 0
-    assert loss.num_units(tokens, own) == loss.plan(student, teacher, tokens, own, 4).compute().metrics["kd"].count == 0
+    assert loss.count(tokens, own, of_batch) == direct.metrics["kd"].count > 0
+    assert loss.count(tokens, own) == loss.plan(student, teacher, tokens, own, 4).compute().metrics["kd"].count == 0
 
 
 def test_p_kl_term():
@@ -219,7 +219,7 @@ def test_units_are_counted_as_the_loss_counts_them(settings):
     out = loss.plan(logits(7, 9, 0)[:1], logits(width, 9, 1)[:1], *batch, None).compute()
     longer = 2 if settings in CONTINUED else 0
     expected = {SameVocabTerm: 5, StrictTerm: 1 + longer}.get(term, 4)
-    assert loss.num_units(*batch) == out.metrics["kd"].count == expected
+    assert loss.count(*batch) == out.metrics["kd"].count == expected
 
 
 @pytest.mark.parametrize("term", CROSS_TERMS)
@@ -230,9 +230,9 @@ def test_a_sum_is_divided_by_the_tokens_of_texts_that_have_a_chunk(term):
     ids = (torch.tensor([[5, 1, 2, 3, 3, 4, 4]] * 2), torch.tensor([[5, 1, 2, 2, 3, 0]] * 2))
     student, teacher = (TokenRows(side, *(side[:, 0], side > 1, side.int())) for side in ids)
     loss = build(term(), cases.identity(9))
-    assert loss.num_units(student, TeacherRows(teacher, ChunkRows(*chunks))) == 5
+    assert loss.count(student, TeacherRows(teacher, ChunkRows(*chunks))) == 5
     weights = torch.tensor([0.5, 4.0])
-    assert loss.num_units(student, TeacherRows(teacher, ChunkRows(*chunks), rollout_weights=weights)) == 2.5
+    assert loss.count(student, TeacherRows(teacher, ChunkRows(*chunks), rollout_weights=weights)) == 2.5
 
 
 @pytest.mark.parametrize(

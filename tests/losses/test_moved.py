@@ -99,8 +99,8 @@ def test_every_loss_is_that_of_the_responses(name: str) -> None:
     expected = loss.plan(*rows, tokens, TeacherRows(tokens, None), 7.0, sampled=cut).compute()
     expected.loss.backward()
 
-    assert loss.num_units(teacher.student_side(student), teacher, of_batch) == (
-        loss.num_units(tokens, TeacherRows(tokens, None), cut)
+    assert loss.count(teacher.student_side(student), teacher, of_batch) == (
+        loss.count(tokens, TeacherRows(tokens, None), cut)
     )
     assert found.loss.item() != 0
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-7)
