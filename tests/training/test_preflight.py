@@ -225,10 +225,6 @@ def test_steps_of_packed_documents_are_estimated_without_reading_all(configure: 
     assert abs(plan.steps_per_epoch - counted) <= 0.15 * counted
 
 
-def test_max_steps_go_beyond_the_data(configure: Configure) -> None:
-    assert preflight(configure("train.max_steps=1000")).total_steps == 1000
-
-
 def test_validation_is_limited_or_absent(configure: Configure) -> None:
     limited = preflight(configure("data.validation.max_samples=5")).data.validation
     assert limited is not None
