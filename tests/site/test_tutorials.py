@@ -1,6 +1,7 @@
 """Every block of the tutorials runs, in the order of its page: files are written, commands and Python are run.
 
-All in this process, where nothing has to be imported again.
+All in this process, where nothing has to be imported again. Rows are packed from blocks of fewer texts, which are read
+before the first step.
 """
 
 import runpy
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_opd.data import order
 from tests.exit_status import exit_status
 from tests.site.pages import DOCS, Block, blocks
 
@@ -20,6 +22,7 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Bug: a key, a name or an option that has changed, or a figure that a run does not have."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(order, "BLOCK", 64)
     for kind, group in groupby(blocks(page, "python", "yaml", "bash"), _kind):
         shown = list(group)
         if kind == "file":
