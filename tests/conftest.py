@@ -141,7 +141,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_charts() -> Iterator[None]:
-    """Reports have none: they take more than half of a short run's time. `charts` and `reference` have them."""
+    """Reports have none, which take more than half of a short run's time, but for tests that patch PLOTS back."""
     from nemo_opd.logging import report
 
     with pytest.MonkeyPatch.context() as patch:

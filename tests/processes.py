@@ -100,12 +100,10 @@ def _as_script(_: int, file: Path) -> None:
 class Command:
     """Such a process that does what `python FILE ARGUMENTS…` does, in a session of its own."""
 
-    def __init__(
-        self, file: Path, arguments: Sequence[str], environment: dict[str, str], folder: Path, *, charts: bool = False
-    ) -> None:
-        """folder: where it runs, and where its output is kept in a file. charts: reports have them."""
+    def __init__(self, file: Path, arguments: Sequence[str], environment: dict[str, str], folder: Path) -> None:
+        """folder: where it runs, and where its output is kept in a file. Reports have no charts."""
         self._output = Path(mkstemp(dir=folder, prefix="output_")[1])
-        given = (file, tuple(arguments), folder, self._output, charts)
+        given = (file, tuple(arguments), folder, self._output)
         self._process = context().Process(target=_run, args=(environment, _as_command, given))
         self._process.start()
 
@@ -134,9 +132,8 @@ class Command:
         self._process.kill()
 
 
-def _as_command(file: Path, arguments: tuple[str, ...], folder: Path, output: Path, charts: bool) -> None:
-    if not charts:
-        report.PLOTS = ()
+def _as_command(file: Path, arguments: tuple[str, ...], folder: Path, output: Path) -> None:
+    report.PLOTS = ()
     os.setsid()
     os.chdir(folder)
     # Also where the tests run under nohup.

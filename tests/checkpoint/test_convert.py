@@ -171,8 +171,9 @@ def test_adapters_are_what_the_run_exported(world: World, tmp_path: Path) -> Non
         assert (tmp_path / "out" / name).read_bytes() == (checkpoint.folder / "student" / name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["plain", "two ranks", "tensor parallel"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("plain", "bfloat16"), ("two ranks", "float32"), ("tensor parallel", "float32")]
+)
 def test_it_is_the_masters_in_the_precision_asked_for(name: str, dtype: str, world: World, tmp_path: Path) -> None:
     """As gathered by the ranks themselves; bug: fp32 that went through the bf16 of the model it started from."""
     checkpoint, kind = world.checkpoints[name], getattr(torch, dtype)

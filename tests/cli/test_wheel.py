@@ -24,6 +24,7 @@ assert CHECKOUT is None
 assert main(["init", "mine"]) == 0
 small = ["train.max_steps=2", "train.global_batch_size=2", "train.micro_batch_size=2", "train.max_length=32"]
 small += ["data.validation.arrow_files=null", "data.validation.max_samples=null", "cluster.launcher=local"]
+small += ["data.packing=false"]  # of thousands of texts, which would all be read first
 assert main(["distil", "--config", "mine/distil.yaml", *small, "run.output_dir=run"]) == 0
 assert main(["generate", "--model", "run/final", "--prompt", "Once", "--max-new-tokens", "2"]) == 0
 assert main(["check", "--only", "tests", "losses", "step"]) == 0

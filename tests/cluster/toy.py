@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nemo_opd.errors import SenderGoneError
+from nemo_opd.errors import ModelError, SenderGoneError
 from nemo_opd.progress import working
 from tests.waiting import wait_until
 
@@ -19,7 +19,10 @@ HANG_S = 60.0
 class Toy:
     """A worker that fails, hangs or dies on one rank and not on the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: str = "") -> None:
+        """refused: what is wrong with the user's settings, if anything."""
+        if refused:
+            raise ModelError(refused)
         self.rank = dist.get_rank()
         self.is_closed = False
 

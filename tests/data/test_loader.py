@@ -141,14 +141,14 @@ def test_rewind(uninterrupted: list[list[int]]) -> None:
 
 
 @pytest.mark.world
-def test_workers_resume_across_the_end_of_an_epoch(uninterrupted: list[list[int]]) -> None:
-    """Workers read ahead; a state taken from what they have read, not from what was returned, would skip batches.
+def test_a_worker_resumes_across_the_end_of_an_epoch(uninterrupted: list[list[int]]) -> None:
+    """It reads ahead; a state taken from what it has read, not from what was returned, would skip batches.
 
-    A state taken with workers serves a run without them and the other way round.
+    A state taken with a worker serves a run without one and the other way round.
     """
     start = train_loader()
     numbers(start, 1)
-    with closing(train_loader(num_workers=2)) as loader:
+    with closing(train_loader(num_workers=1)) as loader:
         loader.load_state_dict(start.state_dict())
         for step in range(1, len(uninterrupted) - 1):
             assert numbers(loader, 1) == [uninterrupted[step]]
@@ -156,7 +156,7 @@ def test_workers_resume_across_the_end_of_an_epoch(uninterrupted: list[list[int]
             resumed.load_state_dict(loader.state_dict())
             assert numbers(resumed, 1) == [uninterrupted[step + 1]]
         assert numbers(loader, 1) == [uninterrupted[-1]]
-        assert len(children()) == 2
+        assert len(children()) == 1
     assert not children()
 
 

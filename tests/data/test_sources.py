@@ -135,15 +135,6 @@ def test_a_stream_may_have_other_columns_of_any_type(folder: Path) -> None:
     assert "columns 'map'" in refusal(Source(arrow_files=(str(folder / "file.arrow"),)))
 
 
-def test_a_changed_file_is_read_again(folder: Path) -> None:
-    """The cache of conversions must not hide an edit."""
-    path = folder / "a.jsonl"
-    write_jsonl(path, table(["old"]))
-    assert load(Source(jsonl_files=str(path))) == ["old"]
-    write_jsonl(path, table(["newer", "x"]))
-    assert load(Source(jsonl_files=str(path))) == ["newer", "x"]
-
-
 def test_stream_and_file_format_in_one_list(folder: Path) -> None:
     write_stream(folder / "a.arrow", table(["a"]))
     write_file(folder / "b.arrow", table(["b"]))

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -198,11 +198,30 @@ DIFFERENT = [
 ]
 
 
+Compare = Callable[[float], Equivalence]
+
+
 @pytest.fixture(scope="module")
-def equivalence() -> Iterator[Equivalence]:
-    made = Equivalence(timeout_s=60)
-    yield made
-    made.close()
+def limited_to() -> Iterator[Compare]:
+    """Seconds → a comparison with this limit. All have one process, which takes seconds to start; none is left."""
+    first = Equivalence(timeout_s=60)
+    process = first._ensure_process()
+
+    def limited_to(timeout_s: float) -> Equivalence:
+        made = Equivalence(timeout_s)
+        made._process = process
+        return made
+
+    yield limited_to
+    assert process.poll() is None, "its libraries would have to be loaded again"
+    first.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+@pytest.fixture(scope="module")
+def equivalence(limited_to: Compare) -> Equivalence:
+    return limited_to(60)
 
 
 def test_equal_formulas_are_equal_however_written(equivalence: Equivalence) -> None:
@@ -261,18 +280,18 @@ def test_a_comparison_that_never_ends_is_unequal_and_the_next_one_works(equivale
 BOMB = "9^{{9^{{9^{{9}}}}}}+{}"
 
 
-def test_many_that_never_end_get_less_time_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_that_never_end_get_less_time_each(limited_to: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a model that has learned to write them keeps a run for its whole batch times `timeout_s`."""
     asked = []
     monkeypatch.setattr(equivalence_module, "LEAST_S", 0.001)
-    with closing(Equivalence(timeout_s=0.1)) as made:
-        ask = made._ask
-        made._ask_cached = lambda task, limit_s, *formulas: asked.append(limit_s) or ask(task, limit_s, *formulas)  # type: ignore[assignment, func-returns-value]
-        assert not any(made.equal("5", BOMB.format(i)) for i in range(MANY + 2))
-        assert asked == [0.1] * MANY + [0.005] * 2
-        made.begin()
-        made.equal("5", BOMB.format(-1))
-        assert asked[-1] == 0.1
+    made = limited_to(0.1)
+    ask = made._ask
+    made._ask_cached = lambda task, limit_s, *formulas: asked.append(limit_s) or ask(task, limit_s, *formulas)  # type: ignore[assignment, func-returns-value]
+    assert not any(made.equal("5", BOMB.format(i)) for i in range(MANY + 2))
+    assert asked == [0.1] * MANY + [0.005] * 2
+    made.begin()
+    made.equal("5", BOMB.format(-1))
+    assert asked[-1] == 0.1
 
 
 @pytest.mark.parametrize(("timeout_s", "left_s"), [(0.5, 0.5), (5, 1), (60, 3)])
@@ -285,21 +304,21 @@ def test_what_is_left_to_the_others_is_enough_for_one(timeout_s: float, left_s: 
     assert asked == [left_s]
 
 
-def test_the_others_stay_right_in_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_stay_right_in_less_time(limited_to: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a child that had just been made spent the time that was left on what its libraries make when first used:
     0.4 s of processor time, where the comparison itself takes 0.04 s.
     """
     monkeypatch.setattr(equivalence_module, "LEAST_S", 0.2)
-    with closing(Equivalence(timeout_s=1)) as made:
-        for wanted, given in (
-            (r"\sin(x)^2+\cos(x)^2", "1"),
-            (r"\frac{x+1}{2}", "0.5x+0.5"),
-            (r"\sqrt8", r"2\sqrt2"),
-        ):
-            assert not made.equal("x", "y")
-            kill_the_child_of(made)
-            made._num_overdue = MANY
-            assert made.equal(wanted, given)
+    made = limited_to(1)
+    for wanted, given in (
+        (r"\sin(x)^2+\cos(x)^2", "1"),
+        (r"\frac{x+1}{2}", "0.5x+0.5"),
+        (r"\sqrt8", r"2\sqrt2"),
+    ):
+        assert not made.equal("x", "y")
+        kill_the_child_of(made)
+        made._num_overdue = MANY
+        assert made.equal(wanted, given)
 
 
 def kill_the_child_of(made: Equivalence) -> None:
@@ -309,30 +328,30 @@ def kill_the_child_of(made: Equivalence) -> None:
     wait_until(lambda: has_ended(child), "its end", every_s=0.01)
 
 
-def test_a_child_that_is_killed_between_two_questions_costs_none() -> None:
+def test_a_child_that_is_killed_between_two_questions_costs_none(limited_to: Compare) -> None:
     """Bug: all answers after it were those of the questions before."""
-    with closing(Equivalence(timeout_s=60)) as made:
-        assert made.equal("x+1", "1+x")
-        kill_the_child_of(made)
-        answers = [made.equal(*pair) for pair in (("x+2", "2+x"), ("y+3", "y+4"), ("z+5", "5+z"), ("z+6", "z+7"))]
-        assert answers == [True, False, True, False]
+    made = limited_to(60)
+    assert made.equal("x+1", "1+x")
+    kill_the_child_of(made)
+    answers = [made.equal(*pair) for pair in (("x+2", "2+x"), ("y+3", "y+4"), ("z+5", "5+z"), ("z+6", "z+7"))]
+    assert answers == [True, False, True, False]
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_child_that_is_killed_at_a_question_does_not_answer_it(times: int) -> None:
+def test_a_child_that_is_killed_at_a_question_does_not_answer_it(times: int, limited_to: Compare) -> None:
     """Bug: where memory ran out elsewhere, right answers became wrong ones."""
-    with closing(Equivalence(timeout_s=60)) as made:
-        replied, killed = made._exchange, iter(range(times))
+    made = limited_to(60)
+    replied, killed = made._exchange, iter(range(times))
 
-        def killed_first(*question: Any) -> dict[str, Any]:
-            return replied(*question) if next(killed, None) is None else {"ended": signal.SIGKILL}
+    def killed_first(*question: Any) -> dict[str, Any]:
+        return replied(*question) if next(killed, None) is None else {"ended": signal.SIGKILL}
 
-        made._exchange = killed_first  # type: ignore[method-assign]
-        if times == 1:
-            assert made.equal("x+1", "1+x")
-        else:
-            with pytest.raises(RolloutError, match=r"was killed twice at 'x\+1' and '1\+x'; see whether"):
-                made.equal("x+1", "1+x")
+    made._exchange = killed_first  # type: ignore[method-assign]
+    if times == 1:
+        assert made.equal("x+1", "1+x")
+    else:
+        with pytest.raises(RolloutError, match=r"was killed twice at 'x\+1' and '1\+x'; see whether"):
+            made.equal("x+1", "1+x")
 
 
 INJECTED = "__import__('os').mkdir('{}')"
@@ -350,40 +369,40 @@ def test_code_in_an_answer_is_not_run(written: str, equivalence: Equivalence, tm
     assert not (tmp_path / "mark").exists()
 
 
-def test_what_a_scheduler_or_terminal_sends_to_all_processes_ends_no_comparison() -> None:
+def test_what_a_scheduler_or_terminal_sends_to_all_processes_ends_no_comparison(limited_to: Compare) -> None:
     """Bug: the step at which a run is ended had wrong rewards, or no checkpoint."""
-    with closing(Equivalence(timeout_s=60)) as made:
-        assert made.equal("x+1", "1+x")
-        process = psutil.Process(made._ensure_process().pid)
-        (child,) = process.children()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            for receiver in (child, process):
-                receiver.send_signal(number)
-            assert made.equal(f"x+{number}", f"{number}+x")
-        assert process.children() == [child]
+    made = limited_to(60)
+    assert made.equal("x+1", "1+x")
+    process = psutil.Process(made._ensure_process().pid)
+    (child,) = process.children()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for receiver in (child, process):
+            receiver.send_signal(number)
+        assert made.equal(f"x+{number}", f"{number}+x")
+    assert process.children() == [child]
 
 
-def test_an_answer_that_nobody_waited_for_is_not_the_next_ones() -> None:
+def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(limited_to: Compare) -> None:
     """Bug: the same, where a question was left, as by Ctrl-C."""
-    with closing(Equivalence(timeout_s=60)) as made:
-        process = made._ensure_process()
-        left = {"number": -1, "task": "equal", "formulas": ["1+x", "x+1"], "timeout_s": 60}
-        process.stdin.write(json.dumps(left) + "\n")
-        assert not made.equal("x+1", "x+2")
+    made = limited_to(60)
+    process = made._ensure_process()
+    left = {"number": -1, "task": "equal", "formulas": ["1+x", "x+1"], "timeout_s": 60}
+    process.stdin.write(json.dumps(left) + "\n")
+    assert not made.equal("x+1", "x+2")
 
 
-def test_the_longest_limit_can_be_waited_for() -> None:
-    with closing(Equivalence(YEAR_S)) as made:
-        assert made.equal("x+1", "1+x")
+def test_the_longest_limit_can_be_waited_for(limited_to: Compare) -> None:
+    made = limited_to(YEAR_S)
+    assert made.equal("x+1", "1+x")
 
 
-def test_known_ones_count_as_new_ones() -> None:
+def test_known_ones_count_as_new_ones(limited_to: Compare) -> None:
     """Bug: a run that was continued, and knows of none yet, gives other rewards than one that went on."""
-    with closing(Equivalence(timeout_s=0.2)) as made:
-        for _ in range(2):
-            made.begin()
-            assert not made.equal("5", BOMB.format(1))
-            assert made._num_overdue == 1
+    made = limited_to(0.2)
+    for _ in range(2):
+        made.begin()
+        assert not made.equal("5", BOMB.format(1))
+        assert made._num_overdue == 1
 
 
 def test_a_process_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,12 +416,3 @@ def test_a_process_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RolloutError, match=r"gave no answer in 0.3 s; see whether it was stopped"):
             made.equal("x+1", "1+x+0")
         assert process.poll() is not None
-
-
-def test_close_leaves_no_process() -> None:
-    made = Equivalence(timeout_s=60)
-    process = made._ensure_process()
-    made.close()
-
-    with pytest.raises(ProcessLookupError):
-        os.kill(process.pid, 0)

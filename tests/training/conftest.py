@@ -38,7 +38,6 @@ def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
             "logging.wandb.enabled=true",
             "logging.wandb.mode=offline",
         ),
-        charts=True,
     )
     run.wait_for_step(1)
     run.processes()

@@ -70,6 +70,7 @@ OTHERS = {
 }
 
 if __name__ == "__main__":
+    del __file__  # which processes of the loader would run, with all imports
     groups.TeacherWorker, groups.StudentWorker = OTHERS[sys.argv.pop(1)]
     RaisingTeacher.at = HangingStudent.at = int(sys.argv.pop(1))
     sys.exit(main(distil, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo"))

@@ -186,17 +186,16 @@ def start(
     *,
     script: Path = SCRIPT,
     arguments: Sequence[str] = (),
-    charts: bool = False,
 ) -> Run:
     """Start a run in a process group of its own, as a shell does, but forked from a process with its imports.
 
-    The demo runs without its benchmark. charts: the report has them, which take seconds.
+    The demo runs without its benchmark.
     """
     if script == SCRIPT and not arguments:
         overrides = ["evaluation=null", *overrides]
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
     given = [*arguments, *overrides, f"run.output_dir={output_dir}"]
-    process = Command(script, given, environment, output_dir.parent, charts=charts)
+    process = Command(script, given, environment, output_dir.parent)
     # The kernel shows the variables of the process that it is forked from.
     return Run(process, mark, output_dir, sessions={process.pid})

@@ -12,7 +12,7 @@ SETTINGS = {
     "train": {"max_steps": 2, "global_batch_size": 2, "micro_batch_size": 2, "max_length": 32},
     "student": {"model": "demo:student"},
     "teachers": [{"name": "t", "type": "cross_tokenizer", "model": "demo:teacher_cross", "dtype": "float32"}],
-    "data": {"train": {"arrow_files": "demo:train"}},
+    "data": {"train": {"arrow_files": "demo:train"}, "packing": False},
     "cluster": {"launcher": "local"},
     "logging": {"console": {"enabled": False}},
 }

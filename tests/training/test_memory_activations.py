@@ -46,7 +46,7 @@ TINY = {
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**TINY),
     "llama, wide": LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8
+        vocab_size=512, hidden_size=512, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=8
     ),
     "qwen2": Qwen2Config(**TINY),
     "qwen3": Qwen3Config(**TINY),

@@ -48,7 +48,7 @@ def folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models large enough for activations to count, with the tiny tokenizers; documents longer than any sequence."""
     folder = tmp_path_factory.mktemp("mid-size")
     models = {
-        "student": (LlamaForCausalLM(LlamaConfig(**shape(192, 6), tie_word_embeddings=True)), tiny.student),
+        "student": (LlamaForCausalLM(LlamaConfig(**shape(192, 4), tie_word_embeddings=True)), tiny.student),
         "capped": (Gemma2ForCausalLM(Gemma2Config(**shape(96, 3), pad_token_id=0)), tiny.student),
         "same": (LlamaForCausalLM(LlamaConfig(**shape(256, 4), tie_word_embeddings=False)), tiny.teacher_same),
         "cross": (LlamaForCausalLM(LlamaConfig(**shape(128, 2))), tiny.teacher_cross),

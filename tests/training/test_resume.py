@@ -1,15 +1,14 @@
 """A run that is ended in any manner gives the results of one that is left alone, to the last bit.
 
-One run in parts, from a copy of the reference run as it was some steps before its end: it is killed, then interrupted,
-then finished without Ray. Each part has the reference's config.yaml but for what may change between parts: where its
-teachers are, too. On devices of their own they are a batch ahead.
+One run in parts, from a copy of the reference run as it was some steps before its end: it is interrupted, then finished
+without Ray. Each part has the reference's config.yaml but for what may change between parts: where its teachers are,
+too. On devices of their own they are a batch ahead. A driver that is killed: cluster/ray/test_signals.
 """
 
 import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -29,7 +28,6 @@ from tests.training import dying_teacher
 from tests.training.conftest import FAULTY, SAVE_EVERY, STEPS, STUDENT_TIMES, resumed
 from tests.training.faulty_workers import SLOW_S
 from tests.training.launch import Run, assert_a_signal_to_all_ends
-from tests.waiting import ENOUGH_S, wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -68,43 +66,20 @@ def without_last_checkpoint(reference: Run, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def damaged(reference: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose newest checkpoint has a flipped bit, in the student's weights or their moments."""
+    """A run whose newest checkpoint has a flipped bit, in the student's weights or their moments, and another began."""
     folder = copied(reference, tmp_path_factory.mktemp("resume") / "run")
     shard = max((folder / "checkpoints" / f"step_{STEPS:06d}" / "state").glob("*.distcp"), key=os.path.getsize)
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
+    (folder / "checkpoints" / f".incomplete_step_{STEPS + 1:06d}").mkdir()
     return folder
 
 
-@pytest.fixture(scope="session")
-def killed_runs() -> Iterator[list[Run]]:
-    """Nothing of them stays, once all tests are done: Ray's agents try for a minute to report that a raylet is dead."""
-    runs: list[Run] = []
-    yield runs
-    for run in runs:
-        assert run.leftovers(is_killed=True, within_s=ENOUGH_S) == []
-
-
 @pytest.fixture(scope="module")
-def killed(reference: Run, damaged: Path, killed_runs: list[Run]) -> Run:
-    """By SIGKILL, the driver in the middle of a step."""
-    run = resumed(reference, damaged, script=FAULTY, arguments=["student_hangs", "3"])
-    run.wait_for_hang()
-    assert len(run.workers()) == 3
-    run.process.kill()
-    assert run.end() == -signal.SIGKILL
-    wait_until(lambda: not run.workers(), "end of the workers")
-    assert run.ray_folders
-    killed_runs.append(run)
-    (damaged / "checkpoints" / f".incomplete_step_{STEPS:06d}").mkdir()
-    return run
-
-
-@pytest.fixture(scope="module")
-def interrupted(reference: Run, killed: Run) -> Run:
+def interrupted(reference: Run, damaged: Path) -> Run:
     """As by timeout(1), in the middle of a step, with another batch under way; each half of one is slow until then."""
-    run = resumed(reference, killed.output_dir, *AHEAD, script=FAULTY, arguments=["all_slow", str(UNDER_WAY - SAVED)])
+    run = resumed(reference, damaged, *AHEAD, script=FAULTY, arguments=["all_slow", str(UNDER_WAY - SAVED)])
     run.wait_for_hang()
     workers = run.workers()
     assert len(workers) == 3
@@ -134,20 +109,15 @@ def finished(reference: Run, interrupted: Run) -> Finished:
     return Finished(interrupted.output_dir, output.getvalue())
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(killed: Run) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(interrupted: Run) -> None:
     """Bug: the run continues from weights that it never had. The tests below compare all that comes of it."""
     name = f"step_{STEPS:06d}"
-    told = " ".join(killed.output.replace("│", " ").split())
+    told = " ".join(interrupted.output.replace("│", " ").split())
     assert re.search(rf"warning: \S*{name} is damaged: state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256", told)
     assert f"checkpoints/step_{SAVED:06d} instead, and renames this one damaged_{name}" in told
     assert f"continued after step {SAVED}" in told
-    assert f"damaged_{name}" in killed.checkpoints
-
-
-def test_the_next_run_clears_up_after_a_killed_one(killed: Run, interrupted: Run) -> None:
-    assert not any(folder.exists() for folder in killed.ray_folders)
-    assert f".incomplete_step_{STEPS:06d}" not in interrupted.checkpoints
-    assert f"continued after step {SAVED}" in interrupted.output.replace("│", " ")
+    assert f"damaged_{name}" in interrupted.checkpoints
+    assert f".incomplete_step_{STEPS + 1:06d}" not in interrupted.checkpoints
 
 
 def test_a_signal_to_the_group_ends_a_run_after_its_step_with_a_checkpoint(interrupted: Run) -> None:

@@ -1,6 +1,8 @@
 """Signals to a driver and to its processes on Ray. Answers to them without Ray: training/test_signals."""
 
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from nemo_opd.training.interrupt import ECHO_S
 from tests.cluster.ray import driver
 from tests.training.launch import Run, assert_a_signal_to_all_ends, start
-from tests.waiting import wait_until
+from tests.waiting import ENOUGH_S, wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -33,8 +35,35 @@ def test_sigterm_while_models_load_ends_the_run_at_once_and_leaves_nothing(tmp_p
     assert run.leftovers() == []
 
 
-def test_ctrl_c_is_for_the_driver_and_the_second_ends_all(tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def killed_runs() -> Iterator[list[Run]]:
+    """Nothing of them stays, once all tests are done: Ray's agents try for a minute to report that a raylet is dead."""
+    runs: list[Run] = []
+    yield runs
+    for run in runs:
+        assert run.leftovers(is_killed=True, within_s=ENOUGH_S) == []
+
+
+@pytest.fixture(scope="module")
+def killed(killed_runs: list[Run], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Its driver by SIGKILL, during a call."""
+    run = at_work(tmp_path_factory.mktemp("killed"))
+    assert run.workers()
+    run.process.kill()
+    assert run.end() == -signal.SIGKILL
+    killed_runs.append(run)
+    return run
+
+
+def test_the_ranks_of_a_killed_driver_end(killed: Run) -> None:
+    wait_until(lambda: not killed.workers(), "end of the workers")
+
+
+def test_ctrl_c_is_for_the_driver_and_the_second_ends_all(killed: Run, tmp_path: Path) -> None:
+    """It also clears up after the killed one."""
     run = at_work(tmp_path)
+    assert killed.ray_folders
+    assert not any(folder.exists() for folder in killed.ray_folders)
     alive = {process.pid for process in run.processes()}
     run.interrupt()
     wait_until(lambda: "interrupt again to end now" in run.output, "answer")

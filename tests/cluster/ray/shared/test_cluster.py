@@ -17,13 +17,10 @@ from nemo_opd.cluster.ray import ray_session
 from nemo_opd.cluster.ray.calls import gather
 from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster
-from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.errors import ClusterError, WorkerError
 from nemo_opd.progress import current
-from nemo_opd.workers.teacher import TeacherWorker
 from tests.cluster.ray.shared.conftest import TWO_GROUPS
 from tests.cluster.toy import HANG_S, Toy
-from tests.tiny import Tiny
 from tests.waiting import CLEAN_S, wait_until
 
 pytestmark = pytest.mark.ray
@@ -79,27 +76,11 @@ def test_what_a_worker_does_is_seen_while_it_is_waited_for(
     assert current() is None
 
 
-def test_truncated_weights_are_named_and_processes_end(cluster: RayCluster, tiny: Tiny, tmp_path: Path) -> None:
-    folder = tmp_path / "truncated"
-    folder.mkdir()
-    for file in tiny.teacher_same.iterdir():
-        content = file.read_bytes()
-        (folder / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
-    arguments = {
-        "settings": SameTokenizerTeacher(type="same_tokenizer", name="t", model=str(folder)),
-        "key": "teachers.1.model",
-        "vocab_size": 400,
-        "device": "cpu",
-        "transport": "shared_memory",
-        "handoff": "hidden_states",
-    }
+def test_a_mistake_found_while_loading_is_told_and_processes_end(cluster: RayCluster) -> None:
     before = rank_processes()
     with (
-        pytest.raises(
-            WorkerError,
-            match=rf"teacher t rank \d failed: ModelError: teachers.1.model={folder}: .*is missing or damaged",
-        ) as caught,
-        RayGroup(cluster, "teacher t", TeacherWorker, arguments, TWO_GROUPS.teachers[0]) as teacher,
+        pytest.raises(WorkerError, match=r"teacher t rank \d failed: ModelError: teachers.1.model=cut: ") as caught,
+        RayGroup(cluster, "teacher t", Toy, {"refused": "teachers.1.model=cut: …"}, TWO_GROUPS.teachers[0]) as teacher,
     ):
         teacher.cluster.gather([teacher.ready])
     assert not hasattr(caught.value, "__notes__"), "nothing else to print of a mistake of the user's"
