@@ -51,9 +51,10 @@ TOGETHER = {
         "models/test_sharded_load.py",
     ),
     "vLLM": ("training/test_on_vllm.py", "rollout/test_server_vllm.py"),
-    "real projections": tuple(
-        f"projection/test_{name}.py"
-        for name in ("real_pairs", "audit", "byte_prefix", "shared_prefix", "teacher_pieces")
+    "real projections": (
+        *(f"projection/test_{name}.py" for name in ("real_pairs", "audit", "byte_prefix", "shared_prefix")),
+        "projection/test_teacher_pieces.py",
+        "losses/test_real_positions.py",
     ),
 }
 """Files that share what takes long to make, bytecode of vLLM included; one process has them all."""

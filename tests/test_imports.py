@@ -87,33 +87,32 @@ def module_of(file: Path) -> str:
     return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def import_statements(file: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    """Return the statements of a file, with `at_run_time` and `with_its_file`."""
+    statements, pending = [], [(ast.parse(file.read_text(encoding="utf-8")), True, True)]
+    while pending:
+        node, at_run_time, with_its_file = pending.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            statements.append((node, at_run_time, at_run_time and with_its_file))
+        with_its_file &= not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for_types = node.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) else ()
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, ast.stmt | ast.ExceptHandler | ast.match_case):
+                pending.append((inner, at_run_time and inner not in for_types, with_its_file))
+    return statements
+
+
 def imports_of(file: Path) -> Iterator[Import]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for_types = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    in_functions = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
+    for node, at_run_time, with_its_file in import_statements(file):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert not node.level, f"{file} has a relative import, which this test does not follow"
             module = node.module or ""
             # `from nemo_opd import data` names a package, `from nemo_opd.data import …` what is in one.
             modules = [f"{module}.{alias.name}" for alias in node.names] if module == "nemo_opd" else [module]
-        else:
-            continue
-        at_run_time = node not in for_types
-        yield from (Import(file, name, at_run_time, at_run_time and node not in in_functions) for name in modules)
+        yield from (Import(file, name, at_run_time, with_its_file) for name in modules)
 
 
 @cache
@@ -277,10 +276,9 @@ def test_no_two_files_import_each_other() -> None:
     names = set(modules)
     graph: dict[str, set[str]] = {}
     for importer, file in modules.items():
-        tree = ast.parse(file.read_text(encoding="utf-8"))
         found = {
             target
-            for node in ast.walk(tree)
+            for node, *_ in import_statements(file)
             if isinstance(node, ast.ImportFrom) and node.module
             for target in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
         }

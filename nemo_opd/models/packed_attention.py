@@ -41,6 +41,8 @@ RING = "nemo_opd_ring"
 """Name registered in transformers for the attention that torch's context parallelism can replace."""
 _RING_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 """Kernels with a ring version in torch."""
+_tried: dict[tuple[type[PreTrainedModel], str], list[int | None]] = {}
+"""Sliding windows of attention calls by class and configuration of a model that was tried. A run opens equal models."""
 _CHUNKS_PER_RANK = 2
 """Chunks of positions per rank: one from the front and one from the back, to balance causal attention over ranks."""
 
@@ -50,7 +52,7 @@ def is_packable(model: PreTrainedModel) -> bool:
 
     It must take positions that count from 0. Its layers must pass the sequence bounds on to an attention that takes
     them or can be replaced, with only a scale, dropout and a sliding window, and must not mix tokens in other ways. A
-    copy without weights is called once.
+    copy without weights is called once for each configuration.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters or _counts_from_padding(model):
         return False
@@ -64,8 +66,11 @@ def is_packable(model: PreTrainedModel) -> bool:
     windows = [window] * config.num_hidden_layers
     if kinds is not None:
         windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    tried = type(model), model.config.to_json_string(use_diff=False)
     try:
-        return _windows_of_calls(model) == windows
+        if tried not in _tried:
+            _tried[tried] = _windows_of_calls(model)
+        return _tried[tried] == windows
     except (TypeError, ValueError):  # it takes no bounds, or attends in a way that cannot be replaced
         return False
     except Exception as error:  # architectures raise errors of their own on the meta device

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import ValidationError
 from torch import Tensor
 
+from nemo_opd.alignment import pieces_of
 from nemo_opd.config import RunConfig
 from nemo_opd.data.collate import collate
 from nemo_opd.data.loader import SampleSource
@@ -22,6 +23,7 @@ from nemo_opd.training.batches import with_rollouts
 from nemo_opd.training.step_metrics import objective_values
 from nemo_opd.types import Batch, Last
 from tests.campaign.draws import BATCH, STEPS, Draw, with_models
+from tests.campaign.models import tokenizer
 from tests.campaign.plain import Rows, plain_rows, plain_run
 from tests.reference.trainer import train as plain_training
 from tests.tiny import SENTENCES
@@ -55,8 +57,8 @@ class Case:
         return Training(self.plan, self.batches)
 
     def expected(self, nudge: float = 0.0) -> Expected:
-        names = [own.tokenizer for own in self.drawn.teachers]
-        return Expected(*plain_training(plain_run(self.plan, self.rows, names), nudge))
+        pieces = [pieces_of(tokenizer(teacher.tokenizer)).as_list() for teacher in self.drawn.teachers]
+        return Expected(*plain_training(plain_run(self.plan, self.rows, pieces), nudge))
 
 
 class RefusedError(Exception):

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_opd.alignment import pieces_of
 from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import SampledRows
-from tests.campaign.models import tokenizer
 from tests.losses.plain import plain_maps, plain_term
 
 Rows = list[dict[str, Any]]
@@ -17,8 +15,8 @@ Facts = list[dict[str, Any]]
 """By row what no sample holds: reward, prompt, the teacher it is routed to."""
 
 
-def plain_run(plan: Plan, batches: Sequence[Rows], tokenizers: Sequence[str]) -> dict[str, Any]:
-    """tokenizers: of the teachers."""
+def plain_run(plan: Plan, batches: Sequence[Rows], pieces: Sequence[Sequence[bytes]] = ()) -> dict[str, Any]:
+    """pieces: by teacher, of its tokens, for losses that read them."""
     config = plan.config
     settings = config.model_dump(warnings=False)
     teachers = [
@@ -29,7 +27,7 @@ def plain_run(plan: Plan, batches: Sequence[Rows], tokenizers: Sequence[str]) ->
             "vocab_size": plan.teachers[i].vocab_size,
             "is_same": teacher.type == "same_tokenizer",
             "term": plain_term(config.term(i)),
-            "maps": _maps(plan.teachers[i].projection, tokenizers[i]),
+            "maps": _maps(plan.teachers[i].projection, pieces[i] if pieces else ()),
         }
         for i, teacher in enumerate(config.active_teachers)
     ]
@@ -47,8 +45,8 @@ def plain_run(plan: Plan, batches: Sequence[Rows], tokenizers: Sequence[str]) ->
     }
 
 
-def _maps(projection: ProjectionMatrix | None, name: str) -> dict[str, Any] | None:
-    return None if projection is None else plain_maps(projection, pieces_of(tokenizer(name)).as_list())
+def _maps(projection: ProjectionMatrix | None, pieces: Sequence[bytes]) -> dict[str, Any] | None:
+    return None if projection is None else plain_maps(projection, pieces)
 
 
 def plain_rows(samples: Sequence[Sample], sampled: SampledRows | None, facts: Facts) -> list[dict[str, Any]]:

@@ -1,12 +1,11 @@
 """Every YAML in configs/ composes into valid settings, and the recipes say what they are meant to."""
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import yaml
 
-from nemo_opd.config.load import from_yaml, to_yaml
+from nemo_opd.config.load import to_yaml
 from nemo_opd.config.run import from_dict
 from tests.composition import CONFIGS, DEMO, PRODUCTION, compose
 
@@ -90,13 +89,6 @@ def test_a_resolved_config_says_everything(name: str) -> None:
     assert {"betas", "eps", "lr"} <= written["student"]["optimizer"].keys()
 
 
-def test_a_resolved_config_is_read_from_its_file(tmp_path: Path) -> None:
-    config = compose('student.model="/models/größe"', "teachers.0.weight=0.1")
-    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-
-    assert from_yaml(tmp_path / "config.yaml") == config
-
-
 def test_the_production_recipe() -> None:
     config = compose(config_name=PRODUCTION)
 
@@ -106,11 +98,6 @@ def test_the_production_recipe() -> None:
         ("meta-llama/Llama-3.2-3B", "same_tokenizer"),
     ]
     assert [config.term(i).type for i in range(2)] == ["p_kl", "same_vocab"]
-    assert (config.train.global_batch_size, config.train.max_length) == (64, 2048)
-    optimizer, scheduler = config.student.optimizer, config.student.scheduler
-    assert (optimizer.type, optimizer.lr, optimizer.betas, optimizer.weight_decay) == ("adamw", 5e-5, (0.9, 0.95), 1e-3)
-    assert (scheduler.type, scheduler.warmup_steps) == ("cosine", 250)
-    assert config.train.gradient_clip == 1.0
     assert config.data.train.given == {}
     assert yaml.safe_load((CONFIGS / "data" / "files.yaml").read_text())["train"] == {"arrow_files": None}
 

@@ -18,19 +18,15 @@ from nemo_opd.losses import byte_prefix, same_vocab
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.piece_tree import first_pieces, token_bytes
 from nemo_opd.losses.position_targets import Targets
-from nemo_opd.projection import ProjectionMatrix, add_byte_prefix, exact_map
+from nemo_opd.projection import ProjectionMatrix
+from tests.projection.conftest import real_matrix
 from tests.tokenizers_fixture import corpus_texts, real_tokenizer
 
 pytestmark = pytest.mark.tokenizers
 
 TEXT = "Распознавание речи — задача. 言語モデルの蒸留 recognitions"
+ENDS = ("drop", "cover", "rest")
 Cells = dict[int | None, float]
-
-
-@cache
-def projection(student: str, teacher: str) -> ProjectionMatrix:
-    pair = real_tokenizer(student), real_tokenizer(teacher)
-    return add_byte_prefix(exact_map(*pair), *pair)
 
 
 @cache
@@ -54,7 +50,7 @@ def batch(student: str, teacher: str, text: str = TEXT, *, is_unusual: bool = Fa
     """Arguments of a loss, and logits of both sides."""
     pair = real_tokenizer(student), real_tokenizer(teacher)
     ids = [tokenizer("\n" + text, add_special_tokens=False).input_ids for tokenizer in pair]
-    matrix, generator = projection(student, teacher), torch.Generator().manual_seed(0)
+    matrix, generator = real_matrix(student, teacher), torch.Generator().manual_seed(0)
     if is_unusual:
         ids[0] = spelled_unusually(ids[0], texts(matrix)[0])
     alignment = TokenAligner(*pair).align(*ids)
@@ -81,14 +77,15 @@ def spelled(matrix: ProjectionMatrix) -> tuple[list[tuple[int, ...]], dict[tuple
     return spellings, below
 
 
-def expected(arguments: dict, student: Tensor, teacher: Tensor, ends: str) -> list[float]:
-    """Forward KL of each position, by a look at the teacher tokens below its node."""
+def expected(arguments: dict, student: Tensor, teacher: Tensor) -> dict[str, list[float]]:
+    """Forward KL of each position by `ends`, by a look at the teacher tokens below its node."""
     spellings, below = spelled(arguments["projection"])
     both_texts = texts(arguments["projection"])
     chunks = [arguments[f"{side}_chunk_id"][0].tolist() for side in ("student", "teacher")]
     ids = [arguments[f"{side}_ids"][0].tolist() for side in ("student", "teacher")]
     p, q = (logits[0].double().log_softmax(-1) for logits in (student, teacher))
-    values, chunk_before, last = [], -1, None
+    values: dict[str, list[float]] = {ends: [] for ends in ENDS}
+    chunk_before, last = -1, None
     for chunk in sorted(set(chunks[0]) & set(chunks[1]) - {-1}):
         ours, theirs = ([i for i, c in enumerate(side) if c == chunk] for side in chunks)
         before, last = (last if chunk == chunk_before + 1 else None), (ours, theirs)
@@ -106,7 +103,8 @@ def expected(arguments: dict, student: Tensor, teacher: Tensor, ends: str) -> li
                 cells = (
                     masses(row, pieces, below.get(pieces, []), spellings) if place else by_first_piece(row, spellings)
                 )
-            if ends == "cover" and before is not None and len(before[1]) == 1:
+            of_student, covered = p[i - 1].tolist(), cells
+            if before is not None and len(before[1]) == 1:
                 row_before, since = q[before[1][0] - 1].exp(), tuple(ids[0][k] for k in before[0]) + pieces
                 r = float(row_before[ids[1][before[1][0]]])
                 if is_unusual or spellings[ids[1][before[1][0]]] != since[: len(before[0])]:
@@ -115,16 +113,22 @@ def expected(arguments: dict, student: Tensor, teacher: Tensor, ends: str) -> li
                     more = masses(row_before, since, below.get(since, []), spellings)
                 if not place:
                     more.pop(None, None)
-                cells = {c: r * cells.get(c, 0) + more.get(c, 0) for c in cells | more}
-            rest = cells.pop(None, 0.0)
-            total = math.fsum(cells.values()) + (rest if ends != "drop" else 0)
-            of_student = p[i - 1].tolist()
-            value = sum(m / total * (math.log(m / total) - of_student[c]) for c, m in cells.items() if m)
-            if ends != "drop" and rest:
-                left = math.fsum(math.exp(x) for c, x in enumerate(of_student) if c not in cells)
-                value += rest / total * (math.log(rest / total) - math.log(left))
-            values.append(value)
+                covered = {c: r * cells.get(c, 0) + more.get(c, 0) for c in cells | more}
+            for ends in ENDS:
+                values[ends].append(forward_kl(covered if ends == "cover" else cells, of_student, ends))
     return values
+
+
+def forward_kl(cells: Cells, of_student: list[float], ends: str) -> float:
+    """From the cells' shares to the student's log-probabilities; with `drop`, of tokens alone."""
+    rest = cells.get(None, 0.0)
+    tokens = {c: m for c, m in cells.items() if c is not None}
+    total = math.fsum(tokens.values()) + (rest if ends != "drop" else 0)
+    value = sum(m / total * (math.log(m / total) - of_student[c]) for c, m in tokens.items() if m)
+    if ends != "drop" and rest:
+        left = 1 - math.fsum(math.exp(of_student[c]) for c in tokens)
+        value += rest / total * (math.log(rest / total) - math.log(left))
+    return value
 
 
 def by_first_piece(q: Tensor, spellings: list[tuple[int, ...]]) -> Cells:
@@ -156,22 +160,21 @@ def masses_by_bytes(q: Tensor, pieces: tuple[int, ...], student: list[bytes], te
 
 
 @pytest.mark.parametrize("is_unusual", [False, True], ids=["spelled as usual", "spelled unusually"])
-@pytest.mark.parametrize("ends", ["drop", "cover", "rest"])
-def test_targets_are_those_of_the_spellings(ends: str, is_unusual: bool) -> None:
+def test_targets_are_those_of_the_spellings(is_unusual: bool) -> None:
     """Catches a node or a boundary of real tokens that is taken for another, and blocks that change a target."""
     arguments, student, teacher = batch("llama3_1", "qwen3", is_unusual=is_unusual)
     # The oracle knows no chain: chunks of one student token and several of the teacher are left out.
     for chunk in set(arguments["teacher_chunk_id"][0].tolist()):
         if (arguments["teacher_chunk_id"] == chunk).sum() > 1:
             arguments["student_chunk_id"][arguments["student_chunk_id"] == chunk] = -1
-    of_positions = expected(arguments, student, teacher, ends)
-    settings = {"positions": "all", "ends": ends, "pieces": "spelling"}
     student, teacher = student.double(), teacher.double()
-    whole = byte_prefix(student, teacher, **arguments, **settings)
-    assert whole.metrics["kd"].count == len(of_positions) > len(set(arguments["student_chunk_id"][0].tolist()))
-    assert whole.loss.item() == pytest.approx(math.fsum(of_positions) / len(of_positions), rel=1e-9)
-    in_blocks = byte_prefix(student, teacher, **arguments, **settings, chunk_size=3)
-    assert in_blocks.loss.item() == pytest.approx(whole.loss.item(), rel=1e-9)
+    for ends, of_positions in expected(arguments, student, teacher).items():
+        settings = {"positions": "all", "ends": ends, "pieces": "spelling"}
+        whole = byte_prefix(student, teacher, **arguments, **settings)
+        assert whole.metrics["kd"].count == len(of_positions) > len(set(arguments["student_chunk_id"][0].tolist()))
+        assert whole.loss.item() == pytest.approx(math.fsum(of_positions) / len(of_positions), rel=1e-9)
+        in_blocks = byte_prefix(student, teacher, **arguments, **settings, chunk_size=3)
+        assert in_blocks.loss.item() == pytest.approx(whole.loss.item(), rel=1e-9)
 
 
 @st.composite
@@ -182,7 +185,7 @@ def excerpts(draw: st.DrawFn) -> str:
     return document[start : start + 60]
 
 
-@pytest.mark.parametrize("ends", ["drop", "cover", "rest"])
+@pytest.mark.parametrize("ends", ENDS)
 @given(data=st.data())
 @settings(max_examples=6, deadline=None)
 def test_cells_and_rest_hold_all_mass_in_any_text(ends: str, data: st.DataObject) -> None:
@@ -224,7 +227,7 @@ def test_equal_tokenizers_are_same_vocab_in_any_text(data: st.DataObject) -> Non
     student.requires_grad_()
     expected = same_vocab(student, teacher, mask=arguments["student_chunk_id"] >= 0).loss
     (wanted,) = torch.autograd.grad(expected, student)
-    for ends in ("drop", "cover", "rest"):
+    for ends in ENDS:
         ours = byte_prefix(student, teacher, **arguments, positions="all", ends=ends, pieces="spelling").loss
         assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
         torch.testing.assert_close(torch.autograd.grad(ours, student)[0], wanted, rtol=1e-5, atol=1e-9)

@@ -176,6 +176,7 @@ def test_factors_that_depend_on_positions_do_not_keep_a_model_from_packing(monke
         return forward(self, x, position_ids)
 
     monkeypatch.setattr(Phi3RotaryEmbedding, "forward", forward_of_5_17)
+    monkeypatch.setattr(packed_attention, "_tried", {})
     assert is_packable(model_of(PACKABLE["phi3, fused"]))
 
 
@@ -186,6 +187,7 @@ def test_a_trial_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("not on meta")
 
     monkeypatch.setattr(Phi3RotaryEmbedding, "forward", fails)
+    monkeypatch.setattr(packed_attention, "_tried", {})
     with pytest.warns(UserWarning, match=r"Phi3ForCausalLM reads padded rows.*RuntimeError: not on meta"):
         assert not is_packable(model_of(PACKABLE["phi3, fused"]))
 

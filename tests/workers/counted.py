@@ -1,6 +1,7 @@
-"""Training steps on the pretended GPU, as a program: prints what the third step asks for, as JSON.
+"""Training steps on the pretended GPU, as a program: prints what the second step asks for, as JSON.
 
 uv run python -m tests.workers.counted [settings]
+uv run python -m tests.workers.counted off-policy [names of OFF_POLICY]
 uv run python -m tests.workers.counted on-policy tcad grpo
 """
 
@@ -26,11 +27,18 @@ from nemo_opd.preflight.plan import Plan
 from nemo_opd.training.models import Models
 from nemo_opd.types import Batch
 from tests.pretend_gpu import NAME, OnDevice, counted
-from tests.tiny import make_tiny
+from tests.tiny import Tiny, make_tiny
 from tests.workers import on_policy
 from tests.workers.local import first_batches, plan_of
 
-STEPS = 3
+OFF_POLICY = {
+    "p_kl": [],
+    "strict": ["loss=strict"],
+    "weights by sequence": ["aggregation.weights=bits_per_byte"],
+    "a sequence a document": ["data.packing=false"],
+    "logits": ["handoff=logits"],
+}
+"""Settings by name."""
 SHARDING = "torch.distributed.fsdp._fully_shard"
 
 
@@ -62,19 +70,15 @@ def on_the_device() -> Iterator[None]:
         yield
 
 
-def off_policy(settings: list[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        plan = plan_of(make_tiny(Path(folder)).overrides(*settings))
-        return steps(plan, first_batches(plan, STEPS))
+def off_policy(tiny: Tiny, settings: list[str]) -> dict[str, Any]:
+    plan = plan_of(tiny.overrides(*settings))
+    return steps(plan, first_batches(plan, 2))
 
 
-def on_samples(loss: str) -> dict[str, Any]:
+def on_samples(tiny: Tiny, prompts: Path, loss: str) -> dict[str, Any]:
     """loss: one of `on_policy.LOSSES`."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        plan = on_policy.plan(make_tiny(folder), on_policy.write_prompts(folder), *on_policy.LOSSES[loss])
-        plan = on_policy.with_micro(plan, 1)
-        return steps(plan, [on_policy.batch_of(plan, seed) for seed in range(STEPS)])
+    plan = on_policy.with_micro(on_policy.plan(tiny, prompts, *on_policy.LOSSES[loss]), 1)
+    return steps(plan, [on_policy.batch_of(plan, seed) for seed in (1, 2)])
 
 
 def steps(plan: Plan, batches: list[Batch]) -> dict[str, Any]:
@@ -98,9 +102,16 @@ def steps(plan: Plan, batches: list[Batch]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
-    if arguments[:1] == ["on-policy"]:
-        return {loss: on_samples(loss) for loss in arguments[1:]}
-    return off_policy(arguments)
+    kind, *names = arguments or [""]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tiny = make_tiny(folder)
+        if kind == "on-policy":
+            prompts = on_policy.write_prompts(folder)
+            return {loss: on_samples(tiny, prompts, loss) for loss in names}
+        if kind == "off-policy":
+            return {name: off_policy(tiny, OFF_POLICY[name]) for name in names}
+        return off_policy(tiny, arguments)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,6 @@ pytestmark = pytest.mark.world
 
 COPIES = 13
 """Of a microbatch of the student: its tensors, its packing, the places of teachers' tokens, and plans of losses."""
-SETTINGS = {
-    "p_kl": [],
-    "strict": ["loss=strict"],
-    "weights by sequence": ["aggregation.weights=bits_per_byte"],
-    "a sequence a document": ["data.packing=false"],
-    "logits": ["handoff=logits"],
-}
 KERNELS = {
     "p_kl": 506,
     "strict": 500,
@@ -40,9 +33,14 @@ ON_SAMPLES = {"tcad": (19, 711), "sampled_kl, sequences": (26, 947), "grpo": (25
 """Copies and kernels of a microbatch of samples, as budgets."""
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
-def counted(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    return request.param, program(*SETTINGS[request.param])
+@pytest.fixture(scope="module")
+def off_policy() -> dict[str, Any]:
+    return program("off-policy", *KERNELS)
+
+
+@pytest.fixture(params=KERNELS)
+def counted(request: pytest.FixtureRequest, off_policy: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return request.param, off_policy[request.param]
 
 
 @pytest.fixture(scope="module")

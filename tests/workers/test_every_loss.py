@@ -1,6 +1,8 @@
-"""Every loss in the workers: the same curve for a batch that is whole, and one cut into four over two ranks.
+"""Losses in the workers: the same curve for a batch that is whole, and one cut into four over two ranks.
 
-Tolerance as in test_invariance. A wrong gradient shows in its norm at once, and in the second step's losses.
+One loss of each kind of arguments, units and rows: losses/test_build.py counts the units of all, losses/test_columns.py
+and losses/test_parallel.py reorder and cut the columns of all. Tolerance as in test_invariance. A wrong gradient shows
+in its norm at once, and in the second step's losses.
 """
 
 import pytest
@@ -14,11 +16,7 @@ pytestmark = pytest.mark.world
 
 TERMS = {
     "gold": [],
-    "h_kl": ["loss.divergence=reverse_kl"],
-    "strict": [],
     "byte_prefix": ["loss.positions=all", "loss.ends=cover", "loss.pieces=spelling"],
-    "shared_prefix": ["loss.divergence=jsd"],
-    "escd": [],
     "alm": ["loss.temperature=2"],
     "uld": [],
     "p_kl": ["loss.merge=mean"],
@@ -33,8 +31,8 @@ def difference_of_the_largest(student: Tensor, teacher: Tensor) -> Tensor:
 WHOLE, CUT = (1, 8), (2, 2)
 """Numbers of ranks and microbatch sizes."""
 GRIDS = (WHOLE, CUT)
-READ_FROM_LOGITS = ("gold", "alm", "function")
-"""Losses that are compared between handoffs: rows of logits are made before any loss reads them."""
+HANDED_OVER = ("gold", "alm", "function")
+"""Losses that are compared between handoffs and orders of columns: rows are made before any loss reads them."""
 STEPS = 2
 
 
@@ -65,8 +63,8 @@ def curves(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Curves:
     for num_ranks in (1, 2):
         grids = [(term, num_ranks, size, "hidden_states") for term in TERMS for n, size in GRIDS if n == num_ranks]
         if num_ranks == 1:
-            grids += [(term, *WHOLE, "logits") for term in READ_FROM_LOGITS]
-            grids += [(term, *WHOLE, BY_ID) for term in TERMS]
+            grids += [(term, *WHOLE, "logits") for term in HANDED_OVER]
+            grids += [(term, *WHOLE, BY_ID) for term in HANDED_OVER]
         jobs = [Training(make_plan(tiny, term, size, handoff), batches) for term, _, size, handoff in grids]
         results |= dict(zip(grids, in_world(num_ranks, train, jobs, folder / str(num_ranks)), strict=True))
     return results
@@ -86,13 +84,13 @@ def test_the_curve_does_not_depend_on_how_a_batch_is_cut(curves: Curves, term: s
     assert whole.curve[0]["kd/cross"] > 0
 
 
-@pytest.mark.parametrize("term", READ_FROM_LOGITS)
+@pytest.mark.parametrize("term", HANDED_OVER)
 def test_the_curve_does_not_depend_on_what_is_handed_over(curves: Curves, term: str) -> None:
     """Catches a head cut at a wrong place, and logits made from a neighbouring position's hidden states."""
     check_equal(curves[term, *WHOLE, "logits"], curves[term, *WHOLE, "hidden_states"])
 
 
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("term", HANDED_OVER)
 def test_the_curve_does_not_depend_on_the_order_of_columns(curves: Curves, term: str) -> None:
     """Catches a loss or a target that reads the teacher's ids from reordered logits."""
     check_equal(curves[term, *WHOLE, BY_ID], curves[term, *WHOLE, "hidden_states"])

@@ -21,8 +21,8 @@ from nemo_opd.distributed.collectives import gathered
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import Batch
 from nemo_opd.workers.student import StudentWorker
+from tests.reference import trainer
 from tests.tiny import Tiny
-from tests.workers import plain_trainer
 from tests.workers.local import (
     RTOL,
     WEIGHT_ATOL,
@@ -149,7 +149,7 @@ class Sum(nn.Module):
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
         super().__init__()
-        self.a, self.b = nn.Parameter(a.clone()), nn.Parameter(b.clone())
+        self.a, self.b = nn.Parameter(a.double()), nn.Parameter(b.double())
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + ALPHA / RANK * self.b @ self.a
@@ -157,10 +157,10 @@ class Sum(nn.Module):
 
 @pytest.fixture(scope="module")
 def oracle(runs: Runs) -> Oracle:
-    load = plain_trainer.load
+    load = trainer.load
 
-    def with_sums(path: str) -> PreTrainedModel:
-        model = load(path)
+    def with_sums(path: str, nudge: float) -> PreTrainedModel:
+        model = load(path, nudge)
         if path == runs.plan.config.student.model:
             model.requires_grad_(False)
             for name, a in runs.alone.start.items():
@@ -171,7 +171,7 @@ def oracle(runs: Runs) -> Oracle:
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_trainer, "load", with_sums)
+        patch.setattr(trainer, "load", with_sums)
         return plain_training(runs.plan, runs.batches)
 
 
@@ -197,11 +197,6 @@ def test_dropout_is_drawn_from_the_seed(runs: Runs, tmp_path: Path) -> None:
     first, again = in_world(1, learn, [Training(plan, runs.batches[:2])] * 2, tmp_path)
     assert first.curve == again.curve
     assert first.curve[0]["grad_norm"] != runs.alone.curve[0]["grad_norm"]
-
-
-def test_the_loss_falls(runs: Runs, tiny: Tiny, tmp_path: Path) -> None:
-    (found,) = in_world(1, learn, [Training(runs.plan, runs.batches[:1] * STEPS)], tmp_path)
-    assert found.curve[-1]["ce"] < 0.95 * found.curve[0]["ce"]
 
 
 def test_the_base_is_left_as_it_is(runs: Runs) -> None:

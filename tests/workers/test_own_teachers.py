@@ -122,7 +122,8 @@ def test_a_live_teacher_without_a_context_teaches_nothing(tiny: Tiny, term: str)
 
     Bugs: a head or weights of an earlier step; a microbatch cut otherwise; a gradient into the teacher's side.
     """
-    found = learn(job(tiny, [LIVE], *TERMS[term], compare_gradients=True))
+    plan = plan_with(tiny, [LIVE], *TERMS[term])
+    found = learn(Training(plan, first_batches(plan, 2), compare_gradients=True))
 
     for record in found.curve:
         assert record["kd/live"] == record["kd_grad_norm"] == 0
