@@ -296,8 +296,8 @@ class Normalizers:
     ce: int
     """Label tokens of the sequences that were not sampled."""
     kd: tuple[float, ...]
-    """Per part of the KD: label tokens of the texts with a unit, units with `normalizer=units`, or sequences for tcad. A
-    sequence with a rollout weight counts that many times.
+    """Per part of the KD: label tokens of the texts with a unit, units with `normalizer=units`, or sequences for tcad;
+    a sequence with a rollout weight counts that many times.
     """
     policy: int = 0
     """Sampled tokens that are scored."""
