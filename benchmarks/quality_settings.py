@@ -22,6 +22,7 @@ COMMON = (
     "train.global_batch_size=8",
     "train.validate_every=null",
     "train.save_every=null",
+    "loss.normalizer=student_tokens",
 )
 """Of every run. Half the demo's batch; validated before the first and after the last step."""
 

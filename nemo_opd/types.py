@@ -186,8 +186,8 @@ class TeacherRows(Rows):
     weights: Tensor | None = None
     """float32 [B]: weight of each sequence in this teacher's loss. None stands for 1."""
     rollout_weights: Tensor | None = None
-    """float32 [B]: weight of each sequence among its prompt's samples, times `weights`; it also weights the sequence's
-    units in the normalizer. None stands for 1.
+    """float32 [B]: weight of each sequence among its prompt's samples, times `weights`; it also weights the
+    sequence in the normalizer. None stands for 1.
     """
     moved: MovedRows | None = None
     """Set if positions differ from the student's, with the same tokenizer."""

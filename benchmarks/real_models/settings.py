@@ -63,7 +63,7 @@ CE_ONLY = {"loss": {"type": "same_vocab", "kd_weight": 0.0}, "teachers": [teache
 KD = {"loss": {"type": "same_vocab"}, "teachers": [teacher("same")]}
 CACHED = {"loss": {"type": "same_vocab"}, "teachers": [{"name": "original", "type": "cached", "cache": "{root}/cache"}]}
 UNITS = {"normalizer": "units"}
-"""Of all losses across tokenizers whose description does not say otherwise."""
+"""The divisor of losses across tokenizers, unless a description says otherwise."""
 
 
 def cross(loss: str, **more: Any) -> dict[str, Any]:

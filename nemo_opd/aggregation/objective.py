@@ -149,8 +149,8 @@ class TrainingObjective:
     parts: tuple[TeacherLoss, ...]
     """Summands of KD."""
     count_together: bool
-    """True: each text has one teacher, and KD is (6.2) of methods.md §6.5. False: KD is the sum of the parts, each a
-    mean over its own units.
+    """True: each text has one teacher, and KD is (6.2) of methods.md §6.5. False: KD is the sum of the parts, each with
+    its own divisor.
     """
     vocab_size: int
     """Size of the student's tokenizer."""

@@ -102,6 +102,8 @@ VERBS: Mapping[str, Verb | Group] = {
     "check": Verb("check", "COMMAND", "try this project on the GPUs of this machine"),
     "completion": Verb("completion", "COMMAND", "print the code that lets a shell complete this command"),
 }
+_VERBS_OF_OTHERS = {"train": "distil"}
+"""Verbs of other trainers, by their names here."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,12 +141,14 @@ def _find(words: Sequence[str]) -> tuple[list[str], Verb | None]:
 
 
 def _close_verb(names: Sequence[str], arguments: Sequence[str]) -> str | None:
-    """Return the verb that resembles the first argument; None if none does."""
+    """Return the verb that resembles the first argument or is called so elsewhere; None if none does."""
     entry = VERBS[names[0]] if names else None
     verbs = entry.verbs if isinstance(entry, Group) else VERBS
-    if arguments[:1] == ["train"] and not names:
-        return "distil"
-    return next(iter(difflib.get_close_matches(arguments[0], verbs, n=1)), None) if arguments else None
+    if not arguments:
+        return None
+    if arguments[0] in _VERBS_OF_OTHERS and not names:
+        return _VERBS_OF_OTHERS[arguments[0]]
+    return next(iter(difflib.get_close_matches(arguments[0], verbs, n=1)), None)
 
 
 def _parser(path: Sequence[str] = (), verb: Verb | None = None) -> ArgumentParser:

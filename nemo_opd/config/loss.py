@@ -56,8 +56,8 @@ class NormalizedTerm(Settings):
     """Settings of terms whose units may be aligned chunks."""
 
     normalizer: Literal["units", "student_tokens"] = "student_tokens"
-    """Divisor of the sum: the student's scored tokens in texts with a compared chunk or token, or these units, as with
-    `compat` (methods.md §7.1).
+    """Divisor of the sum. student_tokens: the student's scored tokens in texts with a compared chunk or token; units:
+    the compared chunks or tokens, the default with `compat` (methods.md §7.1).
     """
 
     @model_validator(mode="before")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 _TRL: Mapping[str, str] = {
     "GOLDTrainer": "loss.type=gold with loss.compat=trl",
-    "GKDTrainer": "loss.type=same_vocab",
+    "GKDTrainer": "loss=jsd",
     "DistillationTrainer": "nemo-opd distil, or nemo-opd distil-on-policy",
     "gkd": "loss=jsd",
     "model_name_or_path": "student.model",

@@ -170,8 +170,8 @@ def _ignored_loss(config: RunFields) -> _Ignored:
     followers = [teacher for teacher in config.active_teachers if teacher.loss is None]
     is_chunked = isinstance(config.loss, ChunkTerm)
     if is_chunked and followers and all(isinstance(teacher, SameTokenizerTeacher) for teacher in followers):
-        common = {*DivergenceTerm.model_fields, *Objective.model_fields, "type"}
-        for name in type(config.loss).model_fields.keys() - common:
+        common = {*DivergenceTerm.model_fields, *Objective.model_fields, "type", "normalizer"}
+        for name in (name for name in type(config.loss).model_fields if name not in common):
             yield (
                 f"loss.{name}",
                 f"it is for teachers with another tokenizer, and none of them uses loss.type={config.loss.type}; "

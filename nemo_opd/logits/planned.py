@@ -38,7 +38,7 @@ class PlannedLoss:
     ) -> PlannedLoss:
         """Plan Σ terms / normalizer, with the unweighted mean over units as the metric `name` (methods.md §7.1).
 
-        normalizer: number of units in the global batch, by default `num_units`; with 0 units the loss is 0.
+        normalizer: divisor, counted over the global batch, by default `num_units`; with 0 units the loss is 0.
         """
         divisor = (num_units if normalizer is None else normalizer) or 1
         return PlannedLoss(source, terms, 1 / divisor, lambda weighted, unweighted: {name: Mean(unweighted, num_units)})

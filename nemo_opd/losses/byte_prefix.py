@@ -56,9 +56,9 @@ def byte_prefix(
     not one, and a rest cell if both sides have other tokens; student and teacher are renormalised on the cells.
     continuation_weight: factor of the `alm` term of chunks with several tokens on a side.
 
-    positions="all" also compares student tokens that begin inside of a teacher token; `normalizer` and `kd` then count
-    positions. Inside a teacher token, u sums the teacher tokens whose pieces begin with the student's tokens so far;
-    after an unusual spelling those whose bytes do, by the longest student token that begins the following bytes.
+    positions="all" also compares student tokens that begin inside of a teacher token; `kd` and the default `normalizer`
+    then count positions. Inside a teacher token, u sums the teacher tokens whose pieces begin with the student's tokens
+    so far; after an unusual spelling those whose bytes do, by the longest student token that begins the bytes after.
     ends, for teacher tokens that would have ended there: "drop" leaves them out, "rest" puts them into the rest cell,
     "cover" does so too and adds teacher tokens that began one token earlier and reach this position.
 

@@ -294,8 +294,9 @@ def with_image_mass(plan: PlannedLoss, images: NDArray[np.bool_], student_chunk_
     ahead = term.ahead
 
     def measured(rows: Tensor, chunk_id: Tensor) -> list[Tensor]:
-        begins = None if term.begins is None else torch.tensor(term.begins[:-1], dtype=torch.int64, device=rows.device)
-        first = rows if begins is None else rows[begins]
+        first = rows
+        if term.begins is not None:
+            first = rows[torch.tensor(term.begins[:-1], dtype=torch.int64, device=rows.device)]
         units = (next_tokens(chunk_id, first) % STRIDE == 1).nonzero().squeeze(1)
         return [units, ahead.first_rows(units)]
 

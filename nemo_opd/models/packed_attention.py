@@ -52,7 +52,7 @@ def is_packable(model: PreTrainedModel) -> bool:
 
     It must take positions that count from 0. Its layers must pass the sequence bounds on to an attention that takes
     them or can be replaced, with only a scale, dropout and a sliding window, and must not mix tokens in other ways. A
-    copy without weights is called once for each configuration.
+    copy without weights is called, and its calls are kept for models of equal configuration.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters or _counts_from_padding(model):
         return False
@@ -66,11 +66,11 @@ def is_packable(model: PreTrainedModel) -> bool:
     windows = [window] * config.num_hidden_layers
     if kinds is not None:
         windows = [window if kind == "sliding_attention" else None for kind in kinds]
-    tried = type(model), model.config.to_json_string(use_diff=False)
     try:
-        if tried not in _tried:
-            _tried[tried] = _windows_of_calls(model)
-        return _tried[tried] == windows
+        key = type(model), model.config.to_json_string(use_diff=False)
+        if key not in _tried:
+            _tried[key] = _windows_of_calls(model)
+        return _tried[key] == windows
     except (TypeError, ValueError):  # it takes no bounds, or attends in a way that cannot be replaced
         return False
     except Exception as error:  # architectures raise errors of their own on the meta device

@@ -355,7 +355,7 @@ def only_answered(
 
     by_teacher: output of each teacher, indexed by rank, for the padded batch. A target is a token or an aligned chunk,
     which needs all of its tokens. The number is None for a teacher that answers every token by construction. Call
-    before units are counted, so that normalizers count only compared units.
+    before units are counted, so that texts without compared units do not count.
     """
     teachers = list(batch.teachers)
     numbers: list[int | None] = []

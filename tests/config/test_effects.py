@@ -101,6 +101,11 @@ def test_a_setting_without_effect_is_refused(data: dict[str, Any], says: str) ->
     assert re.search(says, message_of(data))
 
 
+def test_the_former_divisor_is_taken_with_the_students_tokenizer() -> None:
+    """Bug: config.yaml of an older run is refused for what was the default."""
+    from_dict(off_policy(teachers=[SAME], loss={"type": "p_kl", "normalizer": "units"}))
+
+
 def test_what_has_an_effect_is_taken() -> None:
     """A teacher that is asked answers in its own template; a resolved config names all defaults."""
     asked = on_policy(

@@ -166,7 +166,7 @@ def test_processes_make_the_same_rows(three: list[list[Batch]]) -> None:
     with closing(loader_of(num_workers=2)) as loader:
         assert [rows(loader.next()) for _ in expected[:5]] == expected[:5]
         state = loader.state_dict()
-    with loader_of() as loader:
+    with closing(loader_of(num_workers=2)) as loader:
         loader.load_state_dict(state)
         assert [rows(loader.next()) for _ in expected[5:]] == expected[5:]
     made = list(made_of_all(FakeDocuments(NUM_DOCUMENTS), windows_of, 1))

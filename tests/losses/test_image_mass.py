@@ -83,9 +83,10 @@ def test_mass_needs_no_product_with_the_head(monkeypatch: pytest.MonkeyPatch) ->
     assert totals[0] == totals[1] > 0
 
 
-@pytest.mark.parametrize("merge", ["first", "mean"])
-def test_nothing_measured_is_an_empty_mean(merge: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_measured_is_an_empty_mean(form: str) -> None:
     """Catches a division by zero, or indices that are no integers, in a microbatch without a measured chunk."""
     batch = one_vocabulary().cut(5).without_chunks()
-    plan = p_kl.plan(batch.student, batch.teacher, projection=batch.projection, **batch.of_chunks, merge=merge)
+    loss, settings = FORMS[form]
+    plan = loss.plan(batch.student, batch.teacher, projection=batch.projection, **batch.of_chunks, **settings)
     assert with_image_mass(plan, IMAGES, batch.student_chunk_id).compute().metrics["kd_mass"] == Mean(0, 0)

@@ -87,7 +87,7 @@ def kd_scale(loss: Dict, curve: list[dict[str, float]]) -> float:
 
 
 def kd(run: Dict, batch: list[Dict]) -> tuple[Tensor, dict[str, float]]:
-    """§6: a mean for each teacher; if each text has one teacher, for each kind of unit, weighted by their texts.
+    """§6: for each teacher; if each text has one teacher, for each kind of unit, weighted by their texts.
 
     The part of a teacher is reported as the plain mean of its units.
     """
@@ -107,7 +107,7 @@ def kd(run: Dict, batch: list[Dict]) -> tuple[Tensor, dict[str, float]]:
             rollout, weight = rollout_weight(run, i, one, batch), say(run, i, one)
             number = len(found) if kind == "place" else min(1, len(found))
             value = rollout * weight * sum(trained for trained, _ in found) * number / max(1, len(found))
-            is_per_token = term.get("normalizer") == "student_tokens" and found
+            is_per_token = found != [] and term.get("normalizer") == "student_tokens"
             count = len(scored(one)) if is_per_token else number
             parts.append((kind if is_shared else i, value, rollout * count, found != []))
             reported += [float(shown) for _, shown in found if weight * rollout]

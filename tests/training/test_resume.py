@@ -72,7 +72,9 @@ def damaged(reference: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    (folder / "checkpoints" / f".incomplete_step_{STEPS + 1:06d}").mkdir()
+    incomplete = folder / "checkpoints" / f".incomplete_step_{STEPS + 1:06d}" / "state"
+    incomplete.mkdir(parents=True)
+    (incomplete / shard.name).write_bytes(content[: len(content) // 2])
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The reference trainer (tests/reference/trainer.py) for the batches of a run's workers."""
+"""The reference trainer (tests/reference/trainer.py) and its inputs for the batches of a run's workers."""
 
 import math
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ MODES = {
     "max_probability": ["aggregation.weights=max_probability", "aggregation.alpha=30"],
     "sequence": ["aggregation=select_teacher", *REVERSED],
     "batch": ["aggregation=select_teacher", "aggregation.per=batch"],
-    "routed": ["aggregation=routed", "aggregation.key=from"],
+    "routed": ["aggregation=routed", "aggregation.key=from", "loss.normalizer=units"],
 }
 GRIDS = ((1, 4), (2, 1))
 """Numbers of ranks and microbatch sizes."""
