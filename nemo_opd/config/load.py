@@ -356,6 +356,8 @@ def _explain_composition(error: Exception, command: CommandLine) -> str:
         return f"{wrong}: several values; write key=[a,b] for a list, or add --multirun for a run with each value"
     lines = [line.strip().rstrip(".") for line in str(error.__cause__ or error).splitlines() if line.strip()]
     reason = "; ".join(lines[:2]).replace("++", "") or type(error).__name__
+    if wrong is not None and wrong.startswith("~") and "defaults list" in reason:
+        return f"{wrong}: the file sets this section itself; write {wrong.removeprefix('~')}=null"
     if wrong is None:
         return f"{command.config_file}: the configuration cannot be composed ({reason}); correct the file"
     return f"{wrong}: cannot be applied ({reason}); correct it, or leave it out"

@@ -96,7 +96,10 @@ def _remedy(layout: Layout, column: Column, schema: pa.Schema, source: str, *, i
             f"a set in its place: evaluation.sets.NAME.data.{kind}=… evaluation.sets.NAME.data.{name}=COLUMN"
         )
     if not is_first and column.use != "domain" and not column.setting.startswith("data.validation."):
-        texts = ", or, unless the run samples, set data.validation.text_key to the column of validation texts"
+        texts = (
+            ", or, unless the run samples, set data.validation.text_key to the column of validation texts, or write "
+            "data.validation=null"
+        )
         way_out = f"convert it{texts if source.startswith('data.validation.') else ''}"
         return f" (only {names}), and all training and validation files need the same columns; {way_out}"
     if column.use == "teacher":

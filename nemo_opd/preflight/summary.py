@@ -10,7 +10,7 @@ from rich.text import Text
 
 from nemo_opd.config.data import Data
 from nemo_opd.config.loss import LossTerm
-from nemo_opd.config.objective import GRPOLoss, Loss
+from nemo_opd.config.objective import GRPOLoss, Loss, Objective
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
@@ -198,7 +198,10 @@ def _choices(plan: Plan) -> dict[str, str]:
 
 
 def _loss_name(loss: Loss | LossTerm) -> str:
-    return loss_name(loss.type, getattr(loss, "divergence", None), getattr(loss, "common_weight", None))
+    """Name a loss with the settings that differ from its defaults."""
+    name = loss_name(loss.type, getattr(loss, "divergence", None), getattr(loss, "common_weight", None))
+    changed = loss.model_dump(exclude_defaults=True, exclude={"type", "divergence", *Objective.model_fields})
+    return " ".join([name, *(f"{key}={value}" for key, value in changed.items())])
 
 
 def _about(plan: Plan) -> str:

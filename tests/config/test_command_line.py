@@ -280,6 +280,7 @@ def test_multirun_goes_on_after_a_job_that_fails(tmp_path: Path, monkeypatch) ->
             ["loss=nope"],
             r"^loss=nope: there is no such option; choose one of alm, bpm, byte_prefix, dpca, escd",
         ),
+        (["~environment"], r"^~environment: the file sets this section itself; write environment=null$"),
         (["loss=gkd"], r"^loss=gkd: there is no such option; gkd of TRL or transformers is loss=jsd here; choose"),
         (["teachers=phi"], r"^teachers=phi: .* choose one of .*demo_multi, .*phi4mini_llama3b"),
         (["run.output_dir=/runs/a(b"], r"^run\.output_dir=/runs/a\(b: cannot be read .* quote a value"),

@@ -386,8 +386,9 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
 
 def test_the_header_says_what_is_chosen_and_cut_and_when_to_take_the_loss(configure: Configure) -> None:
     """Bug: half of the texts are cut, and nobody is told; or the header and the help advise different losses."""
-    summary = run_summary(preflight(configure("data.packing=false", "train.max_length=8")))
-    assert summary.choices["loss"] == "p_kl (forward_kl), same_vocab (forward_kl), KD weight 1, cross-entropy weight 1"
+    summary = run_summary(preflight(configure("data.packing=false", "train.max_length=8", "loss.normalizer=units")))
+    losses = "p_kl (forward_kl) normalizer=units, same_vocab (forward_kl)"
+    assert summary.choices["loss"] == f"{losses}, KD weight 1, cross-entropy weight 1"
     assert re.search(r", \d+ of \d+ checked reach train.max_length=8 and may be cut; data.packing=true", summary.data)
     (advice,) = [line for teacher in summary.teachers for line in teacher.coverage if ": take " in line]
     assert advice == f"p_kl: take {PKLTerm.take}"
