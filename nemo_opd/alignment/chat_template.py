@@ -4,6 +4,7 @@ messages.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -40,6 +41,7 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
 }
 """Roles of messages with `from` and `value`."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _PROBE_WORD = "probeword"
 _SPELLINGS_OF_NONE = ("None", "null")
 """None as templates print it, and as JSON."""
@@ -203,6 +205,9 @@ def _plain_message(k: int, message: Message) -> dict[str, Any]:
             f"messages[{k}] is {_shorten(message)}, which is not a mapping with a role; write for example "
             "{'role': 'user', 'content': 'Hi'}"
         )
+    role = message["role"]
+    if role not in _ROLES and (meant := _misspelt(role)):
+        raise AlignmentError(f"messages[{k}] has the role {role!r}; write {meant!r}")
     plain = {**_without_nulls(message), "content": _plain_content(k, message.get("content"))}
     if calls := plain.get("tool_calls"):
         if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
@@ -214,6 +219,17 @@ def _plain_message(k: int, message: Message) -> dict[str, Any]:
     if isinstance(call := plain.get("function_call"), Mapping):
         plain["function_call"] = _plain_call(call)
     return plain
+
+
+def _misspelt(role: str) -> str | None:
+    """Return the role that is meant by another spelling, or by ShareGPT's name for user or assistant.
+
+    Other roles, such as `observation` or `ipython`, are a template's own.
+    """
+    lower = role.lower()
+    if (meant := _SHAREGPT_ROLES.get(lower)) in ("user", "assistant"):
+        return meant
+    return next(iter(difflib.get_close_matches(lower, _ROLES, n=1, cutoff=0.8)), None)
 
 
 def _from_sharegpt(k: int, message: Message) -> dict[str, Any]:

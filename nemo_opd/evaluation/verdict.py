@@ -122,13 +122,33 @@ def teacher_effect(arm: Arm, baseline: Arm | None) -> tuple[str, str]:
         f"{figure(arm.end.per_byte)} bits per byte with it, {figure(baseline.end.per_byte)} without, after "
         f"{arm.end.step:,} steps each (difference {gain.value:+.4f}, 95 % interval {gain.low:+.4f} to {gain.high:+.4f})"
     )
-    reason = "the interval includes 0" if gain.low <= 0 <= gain.high else None
-    if abs(gain.value) <= _SAME * baseline.end.per_byte:
-        reason = f"rounding may cause differences up to {_SAME:.1%}"
-    if reason is not None:
+    if (reason := _unclear(gain, baseline.end)) is not None:
         return _UNKNOWN, f"Whether the teacher helped cannot be told, as {reason}: {figures}."
     effect = "helped" if gain.value < 0 else "made it worse"
     return effect, f"The teacher {effect}: {figures}."
+
+
+def _unclear(gain: Estimate, end: TextBits) -> str | None:
+    """Return why a difference to `end` does not tell which is better; None if it does."""
+    if abs(gain.value) <= _SAME * end.per_byte:
+        return f"rounding may cause differences up to {_SAME:.1%}"
+    return "the interval includes 0" if gain.low <= 0 <= gain.high else None
+
+
+def compared(arm: Arm, other: Arm) -> str | None:
+    """Say which of two runs ended better, with figures; None without figures of the same validation texts."""
+    if arm.end is None or other.end is None or (gain := _difference(arm.end, other.end)) is None:
+        return None
+    reason = _unclear(gain, other.end)
+    answer = (
+        f"is {'better' if gain.value < 0 else 'worse'} than {other.name}"
+        if reason is None
+        else f"may be better or worse than {other.name}, as {reason}"
+    )
+    return (
+        f"{arm.name} {answer}: {figure(arm.end.per_byte)} bits per byte against {figure(other.end.per_byte)} "
+        f"(difference {gain.value:+.4f}, 95 % interval {gain.low:+.4f} to {gain.high:+.4f})."
+    )
 
 
 def gain_over(arm: Arm, baseline: Arm | None) -> Estimate | str:

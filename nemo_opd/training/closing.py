@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.evaluation.estimates import paired_difference
-from nemo_opd.evaluation.verdict import Arm, Setup, gain_over, judge, teacher_effect
+from nemo_opd.evaluation.verdict import Arm, Setup, compared, gain_over, judge, teacher_effect
 from nemo_opd.logging.answers import VALIDATION_LOG, QuestionValues, TextLog, ValueLog
 from nemo_opd.logging.base import (
     STUDENT_AFTER,
@@ -107,13 +107,18 @@ def _arm(folder: Path, name: str, steps: int | None = None) -> Arm:
 
 
 def comparison_sentences(runs: Sequence[SweptRun]) -> list[str]:
-    """Say for each run with teachers whether they helped, compared with the first run without any."""
+    """Say for each run with teachers whether they helped, compared with the first run without any, and if it is better
+    than the first one with teachers.
+    """
     has_teachers = {run.name: bool(value_at(read_config(run.folder), "loss.kd_weight")) for run in runs}
     baseline = next((_arm(run.folder, run.name) for run in runs if not has_teachers[run.name]), None)
     arms = [_arm(run.folder, run.name) for run in runs if has_teachers[run.name]]
-    if baseline is None:
-        return ["Whether teachers helped cannot be told: none of these runs is without teachers."] if arms else []
-    return [f"{arm.name}: {teacher_effect(arm, baseline)[1]}" for arm in arms]
+    if not arms:
+        return []
+    effects = ["Whether teachers helped cannot be told: none of these runs is without teachers."]
+    if baseline is not None:
+        effects = [f"{arm.name}: {teacher_effect(arm, baseline)[1]}" for arm in arms]
+    return [*effects, *filter(None, (compared(arm, arms[0]) for arm in arms[1:]))]
 
 
 def closing_at(config: RunConfig, folder: Path, start: _Record, step: int) -> ClosingTable:

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_opd.evaluation.estimates import ratio_difference
-from nemo_opd.evaluation.verdict import Arm, Setup, judge, teacher_effect
+from nemo_opd.evaluation.verdict import Arm, Setup, compared, judge, teacher_effect
 from nemo_opd.logging.answers import TextBits
 from nemo_opd.logging.base import ClosingRow, ClosingTable
 
@@ -36,20 +36,26 @@ def test_ratio_difference_weighs_texts_by_their_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("with_teacher", "answer"),
+    ("with_teacher", "answer", "against"),
     [
-        ((1.5, 1.51, 1.49, 1.5), "The teacher helped"),
-        ((1.9, 1.91, 1.89, 1.9), "The teacher made it worse"),
-        ((1.6, 1.8, 1.71, 1.69), "cannot be told"),
-        # as little as rounding
-        ((1.7001, 1.7001, 1.7001, 1.7001), "cannot be told"),
+        ((1.5, 1.51, 1.49, 1.5), "The teacher helped", "b is better than a: 1.499 bits per byte against 1.700"),
+        ((1.9, 1.91, 1.89, 1.9), "The teacher made it worse", "b is worse than a"),
+        ((1.6, 1.8, 1.71, 1.69), "cannot be told", "b may be better or worse than a, as the interval includes 0"),
+        ((1.7001, 1.7001, 1.7001, 1.7001), "cannot be told", "b may be better or worse than a, as rounding may"),
     ],
 )
-def test_teachers_helped_only_beyond_the_interval(with_teacher: tuple[float, ...], answer: str) -> None:
+def test_teachers_helped_only_beyond_the_interval(with_teacher: tuple[float, ...], answer: str, against: str) -> None:
     """Catches a swapped sign, and a verdict from the mean alone when texts disagree."""
     effect, sentence = teacher_effect(arm("this run", 2.0, *with_teacher), arm("baseline", 2.0, 1.7, 1.7, 1.7, 1.7))
     assert answer in sentence
     assert answer.endswith(effect)
+    assert str(compared(arm("b", 2.5, *with_teacher), arm("a", 2.0, 1.7, 1.7, 1.7, 1.7, step=20))).startswith(against)
+
+
+def test_runs_validated_on_other_texts_are_not_compared() -> None:
+    run = arm("b", 2.0, 1.5, 1.5, 1.5, 1.5)
+    assert compared(run, Arm("a", None, TextBits(10, (1.0, 1.0), (1, 1)))) is None
+    assert compared(Arm("a", None, None), run) is None
 
 
 @pytest.mark.parametrize(
