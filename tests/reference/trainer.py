@@ -107,8 +107,7 @@ def kd(run: Dict, batch: list[Dict]) -> tuple[Tensor, dict[str, float]]:
             rollout, weight = rollout_weight(run, i, one, batch), say(run, i, one)
             number = len(found) if kind == "place" else min(1, len(found))
             value = rollout * weight * sum(trained for trained, _ in found) * number / max(1, len(found))
-            is_per_token = found != [] and term.get("normalizer") == "student_tokens"
-            count = len(scored(one)) if is_per_token else number
+            count = len(scored(one)) if found and term.get("normalizer") == "student_tokens" else number
             parts.append((kind if is_shared else i, value, rollout * count, found != []))
             reported += [float(shown) for _, shown in found if weight * rollout]
         if reported and aggregation != "averaged_logits":
