@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from nemo_opd.alignment.templates import TemplateFailure, apply_template
@@ -221,6 +221,7 @@ def _plain_message(k: int, message: Message) -> dict[str, Any]:
     return plain
 
 
+@cache
 def _misspelt(role: str) -> str | None:
     """Return the role that is meant by another spelling, or by ShareGPT's name for user or assistant.
 

@@ -177,8 +177,9 @@ def _list_runs(arguments: Namespace, console: Console) -> None:
 
         runs = [read_facts(folder) for folder in find_runs(arguments.folder)]
         if not runs:
-            problem = "it is not a folder" if arguments.folder.exists() else "there is no such folder"
-            problem = "there is no run in it" if arguments.folder.is_dir() else problem
+            problem = "there is no such folder"
+            if arguments.folder.exists():
+                problem = "there is no run in it" if arguments.folder.is_dir() else "it is not a folder"
             raise DataError(f"{arguments.folder}: {problem}; name a folder with runs")
         rows = [_HEADS, *map(_row, runs)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

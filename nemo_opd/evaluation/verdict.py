@@ -120,12 +120,16 @@ def teacher_effect(arm: Arm, baseline: Arm | None) -> tuple[str, str]:
     assert baseline.end is not None
     figures = (
         f"{figure(arm.end.per_byte)} bits per byte with it, {figure(baseline.end.per_byte)} without, after "
-        f"{arm.end.step:,} steps each (difference {gain.value:+.4f}, 95 % interval {gain.low:+.4f} to {gain.high:+.4f})"
+        f"{arm.end.step:,} steps each ({_with_interval(gain)})"
     )
     if (reason := _unclear(gain, baseline.end)) is not None:
         return _UNKNOWN, f"Whether the teacher helped cannot be told, as {reason}: {figures}."
     effect = "helped" if gain.value < 0 else "made it worse"
     return effect, f"The teacher {effect}: {figures}."
+
+
+def _with_interval(gain: Estimate) -> str:
+    return f"difference {gain.value:+.4f}, 95 % interval {gain.low:+.4f} to {gain.high:+.4f}"
 
 
 def _unclear(gain: Estimate, end: TextBits) -> str | None:
@@ -147,7 +151,7 @@ def compared(arm: Arm, other: Arm) -> str | None:
     )
     return (
         f"{arm.name} {answer}: {figure(arm.end.per_byte)} bits per byte against {figure(other.end.per_byte)} "
-        f"(difference {gain.value:+.4f}, 95 % interval {gain.low:+.4f} to {gain.high:+.4f})."
+        f"({_with_interval(gain)})."
     )
 
 

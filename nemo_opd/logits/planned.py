@@ -218,6 +218,4 @@ def _recorded_tokens(term: Term) -> Tensor:
     """Return the token that each unit's loss is recorded at, int64 [U], indices into [B·S]."""
     if term.recorded_at is not None:
         return term.recorded_at
-    if term.begins is None:
-        return term.rows + 1
-    return term.rows[torch.tensor(term.begins[:-1], dtype=torch.int64, device=term.rows.device)] + 1
+    return term.first_of_units(term.rows) + 1

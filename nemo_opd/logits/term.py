@@ -126,6 +126,12 @@ class Term:
         """Return the slice of rows of a slice of units."""
         return units if self.begins is None else slice(self.begins[units.start], self.begins[units.stop])
 
+    def first_of_units(self, rows: Tensor) -> Tensor:
+        """Return each unit's first row: int64 [U], of `rows`, on any device."""
+        if self.begins is None:
+            return rows
+        return rows[torch.tensor(self.begins[:-1], dtype=torch.int64, device=rows.device)]
+
     def sums(self, logits: Tensor, part: slice) -> Tensor:
         """Compute the weighted and unweighted sums [2] over a part's units."""
         return self.sums_of(self.loss_of(logits, part), part)

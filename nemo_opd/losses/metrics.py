@@ -294,10 +294,7 @@ def with_image_mass(plan: PlannedLoss, images: NDArray[np.bool_], student_chunk_
     ahead = term.ahead
 
     def measured(rows: Tensor, chunk_id: Tensor) -> list[Tensor]:
-        first = rows
-        if term.begins is not None:
-            first = rows[torch.tensor(term.begins[:-1], dtype=torch.int64, device=rows.device)]
-        units = (next_tokens(chunk_id, first) % STRIDE == 1).nonzero().squeeze(1)
+        units = (next_tokens(chunk_id, term.first_of_units(rows)) % STRIDE == 1).nonzero().squeeze(1)
         return [units, ahead.first_rows(units)]
 
     units, teacher_rows = compute_on_host(measured, term.rows, student_chunk_id)

@@ -7,7 +7,7 @@ import yaml
 
 from nemo_opd.config.load import to_yaml
 from nemo_opd.config.run import from_dict
-from tests.composition import CONFIGS, DEMO, PRODUCTION, compose
+from tests.composition import CONFIGS, DEMO, PRODUCTION, compose, configured
 
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml") if not file.stem.startswith("evaluation"))
 EVALUATIONS = sorted(file.stem for file in CONFIGS.glob("evaluation*.yaml"))
@@ -76,6 +76,13 @@ def test_a_top_level_file_composes(name: str) -> None:
 def test_an_option_of_a_group_composes(name: str, option: str) -> None:
     needed = [*NEEDED.get(option, []), *OF_A_RECIPE[recipe(name)].get(option, [])]
     compose(option, *needed, config_name=name)
+
+
+def test_composing_by_steps_is_what_a_command_line_does() -> None:
+    """Bug: tests/composition.py sets keys otherwise than Hydra, and all tests that use it see other settings."""
+    keys = ("loss.temperature=2", "teachers.0.weight=0.5", "train.max_steps=3", "evaluation=null")
+    arguments = ("teachers=demo_single", "loss=gold", *keys)
+    assert compose(*arguments) == configured(*arguments)
 
 
 @pytest.mark.parametrize("name", RUNS)
