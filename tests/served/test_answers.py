@@ -242,12 +242,14 @@ def test_other_programs_answers_are_checked_too(program: str, change: Callable[[
 def test_requests_are_shared_out_and_bounded() -> None:
     """Catches a server that gets nothing, and a batch that is sent all at once."""
     lock, now, most = threading.Lock(), 0, 0
+    four_together = threading.Barrier(4)
 
     def slow(body: Json) -> tuple[int, Json]:
         nonlocal now, most
         with lock:
             now, most = now + 1, max(most, now + 1)
-        time.sleep(0.01)
+        four_together.wait(timeout=30)
+        time.sleep(0.01)  # in which a fifth would arrive
         with lock:
             now -= 1
         return fine(body)
