@@ -31,7 +31,7 @@ from nemo_opd.handoff.outputs import (
     OutputHandle,
     windows,
 )
-from nemo_opd.handoff.plan import LayoutPair, Payload, planned_readers, vocabulary_columns
+from nemo_opd.handoff.slices import LayoutPair, Payload, planned_readers, vocabulary_columns
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits

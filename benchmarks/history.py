@@ -21,9 +21,9 @@ from demo import ROOT, commit, hardware
 from transformers import PreTrainedTokenizerBase
 
 from nemo_opd.alignment import TokenAligner
-from nemo_opd.data.chat import ChatSampleMaker
+from nemo_opd.data.conversations import ChatSampleMaker
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer, Encoder
-from nemo_opd.data.record import Conversation, Document
+from nemo_opd.data.row_types import Conversation, Document
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.text import TextSampleMaker
 from nemo_opd.errors import AlignmentError

@@ -23,7 +23,7 @@ from rich.console import Console
 from teacher_cache import RESULTS, Row, measured, settings, table, trained
 
 from nemo_opd.config.run import RunConfig, from_dict
-from nemo_opd.demo.corpus import arrow_file
+from nemo_opd.demo.python_sources import arrow_file
 from nemo_opd.losses.learned_projection import learnable_pairs, learnable_rows
 from nemo_opd.losses.sparse_projection import TokenPairs
 from nemo_opd.models.load import load_tokenizer

@@ -36,7 +36,7 @@ from nemo_opd.data.encoders import Encoder
 from nemo_opd.data.order import Lengths, PackedOrder, lengths_of
 from nemo_opd.data.text import TextSampleMaker, TextWindowMaker, window_edges
 from nemo_opd.logits.sources import Packing
-from nemo_opd.models.head import HiddenStateModel
+from nemo_opd.models.causal_model import HiddenStateModel
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.types import TokenRows
 

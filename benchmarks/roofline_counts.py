@@ -17,13 +17,13 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from nemo_opd.aggregation import build_objective
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout, Place
-from nemo_opd.handoff.base import Handle, Receiver, Sender
+from nemo_opd.handoff.buffer import Handle, Receiver, Sender
 from nemo_opd.handoff.outputs import HiddenStatesWriter, Window, windows
-from nemo_opd.handoff.plan import ONE_READER, LayoutPair
+from nemo_opd.handoff.slices import ONE_READER, LayoutPair
 from nemo_opd.logits.blocks import LEAST_BLOCK_BYTES, block_bytes
 from nemo_opd.models import packed_attention
+from nemo_opd.models.causal_model import HiddenStateModel
 from nemo_opd.models.fused_layers import replace_parts
-from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.preflight.flops import Utilization
 from nemo_opd.preflight.model_info import model_size
 from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
@@ -31,8 +31,8 @@ from nemo_opd.workers.frozen import TeacherModel
 from nemo_opd.workers.offload import DeviceOffload
 from nemo_opd.workers.out_of_memory import FORWARD, FrozenTasks
 from nemo_opd.workers.step import StudentStep
-from nemo_opd.workers.student import StudentWorker
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.workers.student_worker import StudentWorker
+from nemo_opd.workers.teacher_worker import TeacherWorker
 from tests.losses.real_sizes import projection
 from tests.pretend_gpu import DEVICE, OnDevice, Work, counted
 from tests.pretend_kernels import Kernel

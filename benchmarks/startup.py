@@ -45,7 +45,7 @@ def child(output_dir: str) -> dict[str, float]:
     """Go through the command to its first step, part by part."""
     parts = Parts()
     parts.end("interpreter")
-    from nemo_opd.config.load import run_with_hydra
+    from nemo_opd.config.composition import run_with_hydra
     from nemo_opd.config.run import RunConfig
     from nemo_opd.logging.terminal import loading
     from nemo_opd.preflight.inputs import check_inputs

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from nemo_opd.demo.corpus import arrow_file
+from nemo_opd.demo.python_sources import arrow_file
 from nemo_opd.models.load import load_tokenizer
 
 MARKS = 2

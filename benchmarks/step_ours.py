@@ -18,7 +18,7 @@ from step_flops import StepWork
 from nemo_opd.aggregation import build_objective
 from nemo_opd.cluster.placement import num_cores
 from nemo_opd.config import RunConfig
-from nemo_opd.config.load import from_omegaconf
+from nemo_opd.config.composition import from_omegaconf
 from nemo_opd.logging.metrics import Timer
 from nemo_opd.losses.arguments import chunk_units
 from nemo_opd.preflight.flops import Flops
@@ -33,7 +33,7 @@ from nemo_opd.types import Batch
 GIB = 2**30
 PERIOD_MS = 200
 """Milliseconds between two readings of a GPU's memory."""
-LIBRARIES = "import psutil, ray, nemo_opd.workers.student; print(psutil.Process().memory_info().rss)"
+LIBRARIES = "import psutil, ray, nemo_opd.workers.student_worker; print(psutil.Process().memory_info().rss)"
 
 
 def configured(base: dict[str, Any], overrides: Sequence[str]) -> RunConfig:

@@ -21,11 +21,11 @@ from demo import ROOT, commit, hardware
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from nemo_opd.config.load import from_omegaconf
+from nemo_opd.config.composition import from_omegaconf
 from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.data.columns import run_layout
-from nemo_opd.data.record import TEXT
-from nemo_opd.data.sources import load_documents
+from nemo_opd.data.documents import load_documents
+from nemo_opd.data.row_types import TEXT
 from nemo_opd.logging.loggers import read
 from nemo_opd.logits.sources import Packing
 from nemo_opd.models.stored_output import stored_output

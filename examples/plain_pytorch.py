@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_opd.alignment import TokenAligner
-from nemo_opd.demo import corpus, model_path
+from nemo_opd.demo import model_path, python_sources
 from nemo_opd.losses import p_kl
 from nemo_opd.projection import build_projection
 
@@ -80,7 +80,8 @@ def main(num_steps: int) -> tuple[float, float]:
             return loss_of(held_out).item()
 
     texts, validation = (
-        Dataset.from_file(str(corpus.arrow_file(split))).shuffle(seed=0)["text"] for split in ("train", "validation")
+        Dataset.from_file(str(python_sources.arrow_file(split))).shuffle(seed=0)["text"]
+        for split in ("train", "validation")
     )
     held_out = read(validation[:BATCH_SIZE])
     before = held_out_loss()

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from nemo_opd.demo import corpus, model_path
+from nemo_opd.demo import model_path, python_sources
 from nemo_opd.integrations.distillation import Distillation
 from nemo_opd.integrations.hf import DistillationMixin
 
@@ -52,8 +52,8 @@ def main(num_steps: int, folder: Path) -> DistillationTrainer:
             report_to="none",
         ),
         distillation=distillation,
-        train_dataset=Dataset.from_file(str(corpus.arrow_file("train"))),
-        eval_dataset=Dataset.from_file(str(corpus.arrow_file("validation"))).select(range(16)),
+        train_dataset=Dataset.from_file(str(python_sources.arrow_file("train"))),
+        eval_dataset=Dataset.from_file(str(python_sources.arrow_file("validation"))).select(range(16)),
     )
     trainer.train()
     trainer.save_model()

@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from nemo_opd.config import RunConfig
-from nemo_opd.config.load import compose_settings, run_with_hydra
+from nemo_opd.config.composition import compose_settings, run_with_hydra
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"

@@ -22,11 +22,11 @@ from nemo_opd.logging import report
 from tests import costs
 
 IMPORTED = [
-    "nemo_opd.cluster.ray.cluster",
+    "nemo_opd.cluster.ray.ray_cluster",
     "nemo_opd.training.off_policy",
     "nemo_opd.preflight.plan",
-    "nemo_opd.workers.student",
-    "nemo_opd.workers.teacher",
+    "nemo_opd.workers.student_worker",
+    "nemo_opd.workers.teacher_worker",
     "torch.distributed.checkpoint",
     "peft",
     "transformers.models.llama.modeling_llama",

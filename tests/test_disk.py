@@ -36,8 +36,8 @@ from nemo_opd.files import (
     umask_mode,
     write_atomically,
 )
-from nemo_opd.logging.answers import SampleLog, ShownAnswer
 from nemo_opd.logging.loggers import JsonlLogger
+from nemo_opd.logging.scores import SampleLog, ShownAnswer
 from nemo_opd.projection import ProjectionMatrix
 from tests.full_disk import largest_file
 from tests.tiny import Tiny

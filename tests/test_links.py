@@ -9,10 +9,10 @@ from nemo_opd.checkpoint.run_directory import LOCK_NAME, RunLock
 from nemo_opd.config.run_fields import RolloutFiles
 from nemo_opd.errors import RolloutError, StorageError
 from nemo_opd.files import replacing
-from nemo_opd.logging.answers import QuestionValues, SampleLog, ValueLog
 from nemo_opd.logging.loggers import JsonlLogger
+from nemo_opd.logging.scores import QuestionValues, SampleLog, ValueLog
 from nemo_opd.rollout.collect import RolloutLog
-from nemo_opd.rollout.server.program import ServerProcess
+from nemo_opd.rollout.server.server_process import ServerProcess
 from tests.logging.synthetic import summary
 
 VALUES = QuestionValues(1, "", None, ("a",), {"reward": (1.0,)})

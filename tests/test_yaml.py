@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_opd.config.load import from_yaml
+from nemo_opd.config.composition import from_yaml
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.files import load_yaml
 from nemo_opd.logging.records import read_config

@@ -23,7 +23,7 @@ from benchmarks.real_models.originals import ORIGINALS, write_originals
 from benchmarks.real_models.place import ROOT, Place
 from benchmarks.real_models.questions import TASK, which_line, write_sums
 from benchmarks.real_models.texts import Document, documents, training_texts, validation_texts, write
-from nemo_opd.demo.questions import write_task
+from nemo_opd.demo.arithmetic_questions import write_task
 from nemo_opd.files import write_atomically
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.transplant import transplant

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nemo_opd.demo.corpus import source_files
+from nemo_opd.demo.python_sources import source_files
 from nemo_opd.files import write_atomically
 
 VALIDATION_SHARE = 8

@@ -14,12 +14,12 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from transformers import PreTrainedTokenizerBase
 
 from nemo_opd.config.rollout import CalculatorEnvironment
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.models.load import load_tokenizer
-from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.conversation import ConversationRenderer
 from nemo_opd.rollout.environment import build_environment
+from nemo_opd.rollout.requests import Completion, Request, Sampling
 
 WIDTH = 96
 """Characters of a line of tokens."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from nemo_opd.alignment import pieces_of
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.projection import ProjectionMatrix, build_projection
-from nemo_opd.projection.report import plot_samples, samples
+from nemo_opd.projection.display import plot_samples, samples
 
 STUDENT_ROWS = (" return", " self", "64", "885", "11", "    ", b"\xe2\x80", "<|end_of_text|>")
 """Student tokens whose rows are drawn: words, numerals, white space, half a character, a special token."""

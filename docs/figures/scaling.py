@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from scaling_models import BY_MODEL, CONFIGS, SHAPES, Shape
 
 from nemo_opd.config import RunConfig
-from nemo_opd.config.load import from_omegaconf
+from nemo_opd.config.composition import from_omegaconf
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism

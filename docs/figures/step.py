@@ -20,13 +20,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from nemo_opd.config.load import compose
+from nemo_opd.config.composition import compose
 from nemo_opd.training import groups
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import Max, TokenRows
 from nemo_opd.workers.step import Phases
-from nemo_opd.workers.student import StudentWorker
-from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
+from nemo_opd.workers.student_worker import StudentWorker
+from nemo_opd.workers.teacher_worker import TeacherOutput, TeacherWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_suffix(".json")

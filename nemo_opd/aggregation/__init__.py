@@ -1,6 +1,17 @@
 """Combination of several teachers' losses into one objective (methods.md §6)."""
 
-from nemo_opd.aggregation.objective import (
+from nemo_opd.aggregation.rules import (
+    TokenScore,
+    apply_teacher_weights,
+    gap,
+    joined_scores,
+    mean_logprob,
+    nats_by_score,
+    sequence_scores,
+    token_nats,
+    weighted_by_confidence,
+)
+from nemo_opd.aggregation.training_objective import (
     PART,
     SHARE,
     TERMS,
@@ -13,17 +24,6 @@ from nemo_opd.aggregation.objective import (
     kd_of,
     leakage_metrics,
     share_metrics,
-)
-from nemo_opd.aggregation.rules import (
-    TokenScore,
-    apply_teacher_weights,
-    gap,
-    joined_scores,
-    mean_logprob,
-    nats_by_score,
-    sequence_scores,
-    token_nats,
-    weighted_by_confidence,
 )
 
 __all__ = [

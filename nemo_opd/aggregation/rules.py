@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from nemo_opd.config.base import choices, require_lines
 from nemo_opd.config.objective import (
     Aggregation,
     AggregationBase,
@@ -22,6 +21,7 @@ from nemo_opd.config.objective import (
     SelectTeacher,
     WeightedSum,
 )
+from nemo_opd.config.settings import choices, require_lines
 from nemo_opd.data.collate import mask_unrouted
 from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.logits.blocks import local_parts
@@ -30,7 +30,7 @@ from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, SparseLogits, SparseRows, logit_rows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, count_label_tokens, label_rows, next_tokens, own_columns
-from nemo_opd.losses.metrics import STRIDE, plan_chunk_overlap, plan_overlap
+from nemo_opd.losses.logit_metrics import STRIDE, plan_chunk_overlap, plan_overlap
 from nemo_opd.losses.policy_gradient import confidence_weights
 from nemo_opd.types import Batch, Mean, SampledRows, SequenceScores, TeacherRows, TokenRows
 

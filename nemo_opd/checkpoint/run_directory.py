@@ -13,9 +13,9 @@ from typing import Any, TextIO, get_args
 from pydantic import BaseModel
 
 from nemo_opd.checkpoint.manager import CheckpointManager, NewestCheckpoint
-from nemo_opd.config.base import may_change
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.run_fields import Run
+from nemo_opd.config.settings import may_change
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.errors import CheckpointError, ConfigError
 from nemo_opd.files import open_unlinked, storage_errors, write_obstacle

@@ -16,8 +16,8 @@ from rich.table import Table
 from nemo_opd.cli.command import Command, print_plain
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.command_line import require_no_secrets
+from nemo_opd.config.composition import compose
 from nemo_opd.config.data import source_of
-from nemo_opd.config.load import compose
 from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import Endpoint
 from nemo_opd.data.columns import chat_layout, text_layout
@@ -217,7 +217,7 @@ examples:
   nemo-opd cache build --config run.yaml --output qwen --hidden-states
   CUDA_VISIBLE_DEVICES=1 nemo-opd cache build --config run.yaml --output qwen --hidden-states --part 1/4
   torchrun --rdzv-backend=static --master-addr=127.0.0.1 --master-port=29500 --nproc-per-node=4 \\
-      -m nemo_opd.cli cache build --config run.yaml --output qwen --top-k 64
+      -m nemo_opd cache build --config run.yaml --output qwen --top-k 64
   nemo-opd cache build --urls http://a:8000 http://b:8000 --model Qwen/Qwen3-32B --config run.yaml --output qwen \\
       --top-k 64                 with running servers; no model is loaded
 

@@ -192,7 +192,7 @@ def _started(folder: Path, verb: str, *overrides: str) -> Iterator[subprocess.Po
     device = ["cluster.device=cpu"]
     if torch.cuda.is_available():
         device = ["cluster.device=cuda", "cluster.gpus_per_node=1"]
-    command = [sys.executable, "-m", "nemo_opd.cli", verb, *device, *overrides, f"run.output_dir={folder}"]
+    command = [sys.executable, "-m", "nemo_opd", verb, *device, *overrides, f"run.output_dir={folder}"]
     folder.mkdir(parents=True, exist_ok=True)
     log = folder.with_name(f"{folder.name}.log")
     with log.open("ab") as sink:

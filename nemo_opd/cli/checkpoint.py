@@ -14,7 +14,7 @@ from rich.console import Console
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.checkpoint.run_directory import identity, require_same_run
 from nemo_opd.cli.command import Command
-from nemo_opd.config.load import from_yaml, to_yaml
+from nemo_opd.config.composition import from_yaml, to_yaml
 from nemo_opd.config.model import Parallelism, require_repo
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.secrets import without_secrets

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from nemo_opd.cli.command import Command
-from nemo_opd.config.base import models_in, options, recipes
+from nemo_opd.config.settings import models_in, options, recipes
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from nemo_opd.cli.command import Command, print_plain, require_at_least
 from nemo_opd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_opd.data.record import Message, Prompt, Rollout
+    from nemo_opd.data.row_types import Message, Prompt, Rollout
 
 _NO_LIMIT = 1 << 30
 """Maximum sequence length of a model whose configuration sets no limit."""
@@ -47,10 +47,10 @@ def _generate(arguments: Namespace, console: Console) -> None:
     from nemo_opd.models.folder import require_weights
     from nemo_opd.models.load import load_config, load_tokenizer
     from nemo_opd.models.token_trials import require_causal
-    from nemo_opd.rollout.base import EngineSpec, Sampling
     from nemo_opd.rollout.collect import Collector
     from nemo_opd.rollout.conversation import build_renderer
-    from nemo_opd.rollout.hf import end_ids, for_model, max_positions
+    from nemo_opd.rollout.requests import EngineSpec, Sampling
+    from nemo_opd.rollout.transformers_engine import end_ids, for_model, max_positions
 
     prompts = list(_prompts(arguments))
     if not prompts:
@@ -93,7 +93,7 @@ def _check(arguments: Namespace) -> None:
 
 
 def _prompts(arguments: Namespace) -> Iterator[Prompt]:
-    from nemo_opd.data.record import Prompt
+    from nemo_opd.data.row_types import Prompt
 
     texts = arguments.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     system: list[Message] = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]

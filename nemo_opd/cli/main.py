@@ -68,9 +68,9 @@ VERBS: Mapping[str, Verb | Group] = {
     "evaluate": Verb("settings_verbs", "EVALUATE", "measure how well a model answers questions with checkable answers"),
     "generate": Verb("generate", "COMMAND", "let a model continue prompts"),
     "transplant": Verb("transplant", "COMMAND", "give a model another tokenizer"),
-    "runs": Verb("report", "RUNS", "list runs with status, step and verdict"),
-    "report": Verb("report", "REPORT", "rewrite the report of a run or of a folder of runs"),
-    "compare": Verb("report", "COMPARE", "write one page over several runs: results, curves, settings that differ"),
+    "runs": Verb("runs", "RUNS", "list runs with status, step and verdict"),
+    "report": Verb("runs", "REPORT", "rewrite the report of a run or of a folder of runs"),
+    "compare": Verb("runs", "COMPARE", "write one page over several runs: results, curves, settings that differ"),
     "projection": Group(
         "maps between two vocabularies",
         {

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from nemo_opd.cli.command import Command, print_plain
-from nemo_opd.config.base import models_in
 from nemo_opd.config.loss import LossTerm
+from nemo_opd.config.settings import models_in
 from nemo_opd.errors import ProjectionError
 from nemo_opd.files import write_obstacle
 from nemo_opd.logging.terminal import busy
@@ -197,7 +197,7 @@ def _read_source(arguments: Namespace) -> EmbeddingSource:
 def _build(arguments: Namespace, console: Console) -> ProjectionMatrix:
     roles = roles_of(arguments.roles)
     from nemo_opd.projection import audit, build_projection
-    from nemo_opd.projection.report import audit_table
+    from nemo_opd.projection.display import audit_table
 
     pair = _load_pair(arguments.student, arguments.teacher)
     source = _read_source(arguments) if arguments.embeddings else None
@@ -260,7 +260,7 @@ def _inspect(arguments: Namespace, console: Console) -> None:
     from nemo_opd.alignment.roles import paired_roles
     from nemo_opd.projection import audit
     from nemo_opd.projection.build import fit_warnings
-    from nemo_opd.projection.report import audit_table, plot_samples, roles_table, sample_table, samples, short_name
+    from nemo_opd.projection.display import audit_table, plot_samples, roles_table, sample_table, samples, short_name
 
     matrix, pair = _load_file(arguments)
     figures = audit(*pair, matrix)
@@ -332,7 +332,7 @@ def _convert(arguments: Namespace, console: Console) -> ProjectionMatrix:
     if bool(arguments.student) != bool(arguments.teacher):
         raise ProjectionError("a projection is of a pair; give both --student and --teacher, or neither")
     from nemo_opd.projection import audit, nemo_rl, sort_and_cut
-    from nemo_opd.projection.report import audit_table
+    from nemo_opd.projection.display import audit_table
 
     matrix = nemo_rl.read(arguments.file)
     if arguments.top_k is not None:

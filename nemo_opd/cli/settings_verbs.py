@@ -13,15 +13,15 @@ from typing import Any
 from nemo_opd.cli.command import add_output_options, exit_status, output_of, standard_streams
 from nemo_opd.cli.completion import complete_recipe, complete_setting
 from nemo_opd.cli.main import ENDED_EARLY
-from nemo_opd.cli.report import report_sweep
+from nemo_opd.cli.runs import report_sweep
 from nemo_opd.cluster.placement import Processes
-from nemo_opd.config.base import Settings
 from nemo_opd.config.command_line import add_options
+from nemo_opd.config.composition import run_with_hydra
 from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.config.load import run_with_hydra
 from nemo_opd.config.run import RunConfig, S
+from nemo_opd.config.settings import Settings
 from nemo_opd.errors import ConfigError
-from nemo_opd.evaluation import inputs as evaluation_inputs
+from nemo_opd.evaluation import question_sets
 from nemo_opd.logging.terminal import loading
 from nemo_opd.paths import configs_dir
 from nemo_opd.preflight.inputs import with_documents_columns, with_question_columns
@@ -144,7 +144,7 @@ def _announce_demo(recipe: str) -> None:
 
 
 def _evaluate(config: EvaluationConfig) -> Finished | None:
-    evaluation_inputs.check_inputs(config)
+    question_sets.check_inputs(config)
     # Imported after the checks: PyTorch takes seconds.
     with loading("PyTorch"):
         from nemo_opd.training.standalone import RESULTS, evaluate, evaluation_folder

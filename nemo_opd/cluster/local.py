@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from nemo_opd.cluster.base import CONTINUE, Call, Cluster, Failure, Group, Rank
+from nemo_opd.cluster.group import CONTINUE, Call, Cluster, Failure, Group, Rank
 from nemo_opd.cluster.placement import Placement, Places, Processes, num_cores, num_threads
 from nemo_opd.config.cluster import Cluster as Settings
 from nemo_opd.distributed import process_group
@@ -290,6 +290,6 @@ def open_cluster(settings: Settings, device: str, placement: Placement) -> Clust
     """Open the cluster of a run. Raises ClusterError if its resources are not free."""
     if settings.launcher == "local":
         return LocalCluster(settings, device=device, placement=placement)
-    from nemo_opd.cluster.ray.cluster import RayCluster  # Ray takes seconds to import
+    from nemo_opd.cluster.ray.ray_cluster import RayCluster  # Ray takes seconds to import
 
     return RayCluster(settings, device=device, placement=placement)

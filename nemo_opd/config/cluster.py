@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_opd.config.base import MayChange, Needs, Settings
+from nemo_opd.config.settings import MayChange, Needs, Settings
 
 _Ray = Needs("launcher", ("ray",))
 _Ranks = Annotated[int, Field(ge=1)]

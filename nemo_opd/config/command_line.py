@@ -17,9 +17,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from pydantic import BaseModel
 
-from nemo_opd.config.base import all_keys, is_secret_setting, keys_named, options, recipes
 from nemo_opd.config.other_trainers import translate
 from nemo_opd.config.secrets import contains_secret, masked_leaf, without_secrets
+from nemo_opd.config.settings import all_keys, is_secret_setting, keys_named, options, recipes
 from nemo_opd.config.short_form import SOURCES, sections_of_strings, short_form
 from nemo_opd.errors import ConfigError
 

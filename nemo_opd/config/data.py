@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from nemo_opd.config.base import Excludes, MayChange, Needs, OneOrMore, Settings
+from nemo_opd.config.settings import Excludes, MayChange, Needs, OneOrMore, Settings
 from nemo_opd.errors import ConfigError
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")

@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
-from nemo_opd.config.base import NAME, Excludes, FilePath, Frozen, Name, OneOrMore, Settings
 from nemo_opd.config.cluster import EvaluationCluster
 from nemo_opd.config.data import PromptColumns, ValidationSource
 from nemo_opd.config.model import ModelSource, Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
 from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollouts, TokenSampling
+from nemo_opd.config.settings import NAME, Excludes, FilePath, Frozen, Name, OneOrMore, Settings
 from nemo_opd.config.teacher import Context, Template
 
 DEFAULT_NEW_TOKENS = 256

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nemo_opd.config.base import Excludes, Needs, Settings, UsersCode
+from nemo_opd.config.settings import Excludes, Needs, Settings, UsersCode
 
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"]
 _Truncated = Needs("support", ("teacher_topk", "student_topk", "union"))

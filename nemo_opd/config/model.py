@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import Frozen, MayChange, Settings
+from nemo_opd.config.settings import Frozen, MayChange, Settings
 from nemo_opd.config.train import AdamW, Optimizer, Scheduler
 
 

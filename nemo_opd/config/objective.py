@@ -4,7 +4,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_opd.config.base import Needs, Settings
 from nemo_opd.config.loss import (
     ALMTerm,
     BytePrefixTerm,
@@ -23,6 +22,7 @@ from nemo_opd.config.loss import (
     TCADTerm,
     ULDTerm,
 )
+from nemo_opd.config.settings import Needs, Settings
 
 _Dynamic = Needs("scaling", ("dynamic",))
 

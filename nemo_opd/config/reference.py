@@ -16,10 +16,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from nemo_opd.config.base import groups, models_in, options, recipes
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.other_trainers import translate
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.settings import groups, models_in, options, recipes
 from nemo_opd.config.short_form import SHORT, SOURCES
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import write_atomically

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import YEAR_S, FilePath, Frozen, MayChange, Settings, UsersCode
+from nemo_opd.config.settings import YEAR_S, FilePath, Frozen, MayChange, Settings, UsersCode
 
 
 class LastTurn(Settings):
@@ -198,8 +198,8 @@ class EnvironmentReward(SingleReward):
 
 
 class FunctionReward(SingleReward):
-    """Your own function, called with a Rollout (nemo_opd.data.record); returns a number. `rollout.prompt.row` has all
-    columns of the row.
+    """Your own function, called with a Rollout (nemo_opd.rollout.record); returns a number. `rollout.prompt.row` has
+    all columns of the row.
     """
 
     type: Literal["function"] = "function"

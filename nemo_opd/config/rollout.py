@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import YEAR_S, Excludes, FilePath, Frozen, MayChange, Needs, Settings, UsersCode
+from nemo_opd.config.settings import YEAR_S, Excludes, FilePath, Frozen, MayChange, Needs, Settings, UsersCode
 from nemo_opd.config.teacher import Address
 
 _ADDRESS_OPTIONS = (

@@ -5,11 +5,11 @@ from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError, model_validator
 
-from nemo_opd.config.base import Settings, explain_all
 from nemo_opd.config.objective import AveragedLogits, GRPOLoss, Routed, SelectTeacher, WeightedSum
-from nemo_opd.config.on_policy import check_off_policy, check_on_policy
 from nemo_opd.config.run_checks import check_chosen_metrics, check_contexts, check_effects
 from nemo_opd.config.run_fields import ONE_VOCABULARY_TERMS, RunFields
+from nemo_opd.config.sampling_checks import check_off_policy, check_on_policy
+from nemo_opd.config.settings import Settings, explain_all
 from nemo_opd.config.short_form import long_form
 from nemo_opd.config.teacher import CrossTokenizerTeacher, OwnIdsTeacher
 from nemo_opd.errors import ConfigError

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nemo_opd.config.base import setting_text
 from nemo_opd.config.loss import ChunkTerm, DivergenceTerm, TCADTerm
 from nemo_opd.config.model import Parallelism
 from nemo_opd.config.objective import Objective
 from nemo_opd.config.run_fields import RunFields
+from nemo_opd.config.settings import setting_text
 from nemo_opd.config.teacher import Context, SameTokenizerTeacher
 
 _Ignored = Iterator[tuple[str, str]]

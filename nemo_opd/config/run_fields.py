@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from nemo_opd.config.base import FilePath, MayChange, Name, Needs, OneOrMore, Settings, UsersCode
 from nemo_opd.config.cluster import Cluster, Handoff, HiddenStatesHandoff
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import DEFAULT_NEW_TOKENS, Evaluation
@@ -13,6 +12,7 @@ from nemo_opd.config.model import Student, require_repo
 from nemo_opd.config.objective import Aggregation, GRPOLoss, Loss, PKLLoss, Routed, WeightedSum
 from nemo_opd.config.reward import Reward
 from nemo_opd.config.rollout import Environment, Health, Rollouts
+from nemo_opd.config.settings import FilePath, MayChange, Name, Needs, OneOrMore, Settings, UsersCode
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.config.train import Train
 

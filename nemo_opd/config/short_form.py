@@ -6,9 +6,9 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from nemo_opd.config.base import options
 from nemo_opd.config.data import Source, source_kind
 from nemo_opd.config.run_fields import RunFields
+from nemo_opd.config.settings import options
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import load_yaml
 from nemo_opd.paths import configs_dir

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from nemo_opd.config.base import Excludes, Frozen, MayChange, Name, Needs, OneOrMore, Settings
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
 from nemo_opd.config.model import Model, Student
+from nemo_opd.config.settings import Excludes, Frozen, MayChange, Name, Needs, OneOrMore, Settings
 
 EqualHistory = Literal["none", "text", "bytes"]
 

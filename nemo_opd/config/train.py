@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
-from nemo_opd.config.base import MayChange, Needs, Settings, UsersCode
+from nemo_opd.config.settings import MayChange, Needs, Settings, UsersCode
 
 
 class ChosenMetric(Settings):

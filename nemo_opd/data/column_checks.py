@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from nemo_opd.data.columns import DATA_SETTINGS, Column, Layout, Use
 from nemo_opd.data.lines import Origin
-from nemo_opd.data.record import parsed
+from nemo_opd.data.row_types import parsed
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Literal
 from nemo_opd.config.data import Data
 from nemo_opd.config.reward import FunctionReward, Reward
 from nemo_opd.config.run import RunConfig
-from nemo_opd.data.record import (
+from nemo_opd.data.row_types import (
     ANSWER,
     COMPLETION,
     DOMAIN,

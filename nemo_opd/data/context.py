@@ -16,7 +16,7 @@ from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_cha
 from nemo_opd.alignment.chat_template import content_text, plain_messages
 from nemo_opd.config.teacher import PROMPT, field_names, filled
 from nemo_opd.config.teacher import Context as ContextSettings
-from nemo_opd.data.record import OTHER, Message, parsed
+from nemo_opd.data.row_types import OTHER, Message, parsed
 from nemo_opd.data.samples import Chunks, HasIdentity, SameTokenizer, TeacherSample, Tokens, require_ids
 from nemo_opd.data.text import TextContinuation
 from nemo_opd.errors import AlignmentError, DataError

@@ -27,7 +27,7 @@ from nemo_opd.alignment import (
 )
 from nemo_opd.config.data import LearnedTurns
 from nemo_opd.config.teacher import EqualHistory
-from nemo_opd.data.record import Conversation
+from nemo_opd.data.row_types import Conversation
 from nemo_opd.data.samples import Tokens, require_ids
 
 if TYPE_CHECKING:

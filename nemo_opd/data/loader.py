@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from nemo_opd.data.collate import collate, row_ids
 from nemo_opd.data.order import Drawn, State
-from nemo_opd.data.record import Columns, Document, read_documents
+from nemo_opd.data.row_types import Columns, Document, read_documents
 from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.types import Batch, Closing
@@ -28,7 +28,7 @@ from nemo_opd.types import Batch, Closing
 if TYPE_CHECKING:
     import datasets
 
-    from nemo_opd.data.sources import MappedFiles
+    from nemo_opd.data.documents import MappedFiles
 
 _MAX_DOMAINS = 20
 _OTHER_DOMAINS, _NO_DOMAIN = "others", "without"
@@ -194,7 +194,7 @@ class SampleSource(Generic[_Result]):
 
     @classmethod
     def of(cls, columns: Columns, make: Callable[[Document], _Result]) -> Self:
-        from nemo_opd.data.sources import MappedFiles
+        from nemo_opd.data.documents import MappedFiles
 
         return cls(columns, make, MappedFiles.of(columns))
 

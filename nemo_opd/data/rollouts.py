@@ -17,7 +17,7 @@ from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.columns import Layout
 from nemo_opd.data.context import Content, PrivilegedPrompt, align_after, prompt_text, shifted, verbatim
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer
-from nemo_opd.data.record import (
+from nemo_opd.data.row_types import (
     MESSAGES,
     OTHER,
     PROMPT,

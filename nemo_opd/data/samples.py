@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from nemo_opd.config.teacher import EqualHistory
-from nemo_opd.data.record import Document
+from nemo_opd.data.row_types import Document
 from nemo_opd.errors import DataError
 from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME, Alignment
 

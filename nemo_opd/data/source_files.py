@@ -21,8 +21,8 @@ from nemo_opd.config.data import HubDataset, Source
 from nemo_opd.data.column_checks import require_columns
 from nemo_opd.data.columns import Layout
 from nemo_opd.data.lines import RowError, column_types, json_rows
-from nemo_opd.demo import DEMO_PREFIX, corpus, is_demo, questions
-from nemo_opd.demo.corpus import Split
+from nemo_opd.demo import DEMO_PREFIX, arithmetic_questions, is_demo, python_sources
+from nemo_opd.demo.python_sources import Split
 from nemo_opd.errors import DataError, OPDError, StorageError
 from nemo_opd.files import FULL, error_number, refusal
 
@@ -120,7 +120,7 @@ def _demo_file(entry: str, key: str) -> Path:
     if not (key.startswith("--") or key.endswith("arrow_files")):
         raise DataError(f"{key}={entry!r}: the demo data are Arrow files; put {entry!r} under arrow_files")
     name = entry.removeprefix(DEMO_PREFIX)
-    for prefix, files in (("", corpus), ("arithmetic_", questions)):
+    for prefix, files in (("", python_sources), ("arithmetic_", arithmetic_questions)):
         for split in get_args(Split):
             if name == f"{prefix}{split}":
                 return files.arrow_file(split)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment.chat import locate_tokens
 from nemo_opd.data.encoders import CrossTokenizer, Encoder, Encoding, encode_beginning
-from nemo_opd.data.record import Document, Prompt
+from nemo_opd.data.row_types import Document, Prompt
 from nemo_opd.data.samples import (
     SameTokenizer,
     Sample,

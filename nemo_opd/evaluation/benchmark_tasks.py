@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 
 from nemo_opd.config.evaluation import Benchmark, QuestionSets
 from nemo_opd.demo import is_demo
-from nemo_opd.demo.questions import task_folder
+from nemo_opd.demo.arithmetic_questions import task_folder
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.progress import tracked
 

@@ -21,9 +21,9 @@ from nemo_opd.errors import DataError, OPDError, RolloutError
 from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, as_lm_eval_runs
 from nemo_opd.evaluation.estimates import Estimate, mean_with_interval, named, with_bounds
 from nemo_opd.evaluation.likelihoods import Scored, Scorer
-from nemo_opd.rollout.base import Generator, Request, Sampling
 from nemo_opd.rollout.collect import turn_seed
 from nemo_opd.rollout.episode import text_before
+from nemo_opd.rollout.requests import Generator, Request, Sampling
 
 _log = logging.getLogger(__name__)
 _Pair = tuple[Any, list[int], list[int]]

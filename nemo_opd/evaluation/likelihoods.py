@@ -22,8 +22,8 @@ from nemo_opd.distributed.transfer import to_device
 from nemo_opd.errors import DataError
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.sources import Packing
-from nemo_opd.losses.metrics import bits_per_byte
-from nemo_opd.models.head import HiddenStateModel, LogitModel
+from nemo_opd.losses.logit_metrics import bits_per_byte
+from nemo_opd.models.causal_model import HiddenStateModel, LogitModel
 from nemo_opd.progress import tracked
 from nemo_opd.types import PAD_ID, Batch, Mean, TokenRows
 

@@ -9,19 +9,19 @@ from nemo_opd.alignment.chat_template import content_text
 from nemo_opd.config.evaluation import Questions, QuestionSet
 from nemo_opd.config.rollout import Environment
 from nemo_opd.data.context import Context
-from nemo_opd.data.record import Message, Prompt, Rollout
+from nemo_opd.data.documents import load_documents
 from nemo_opd.data.rollouts import read_prompts
-from nemo_opd.data.sources import load_documents
+from nemo_opd.data.row_types import Message, Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.evaluation.estimates import Estimate, maj_at_k, mean_with_interval, named, pass_at_k, with_bounds
-from nemo_opd.evaluation.inputs import ResolvedSet
-from nemo_opd.logging.answers import ShownAnswer
+from nemo_opd.evaluation.question_sets import ResolvedSet
+from nemo_opd.logging.scores import ShownAnswer
 from nemo_opd.progress import tracked, working
 from nemo_opd.rewards import RewardFunction, check_answers
-from nemo_opd.rollout.base import Generator, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environment import build_environment
 from nemo_opd.rollout.renderer import Renderer
+from nemo_opd.rollout.requests import Generator, Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from nemo_opd.alignment.pieces import Pieces
 from nemo_opd.logging.metrics import merge
 from nemo_opd.logits.planned import UnitLossRecorder
 from nemo_opd.losses.arguments import chunk_lengths
-from nemo_opd.losses.metrics import AccuracyRecorder, with_calibration_error
+from nemo_opd.losses.logit_metrics import AccuracyRecorder, with_calibration_error
 from nemo_opd.losses.position_targets import POSITION_KINDS, position_kinds
 from nemo_opd.types import Batch, Mean, Metric, PerText, Rows, Sum, TeacherRows, TokenRows
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_opd.evaluation.estimates import Estimate, ratio_difference
-from nemo_opd.logging.answers import TextBits
-from nemo_opd.logging.base import ClosingTable, Verdict, amount, change, figure, share
+from nemo_opd.logging.interface import ClosingTable, Verdict, amount, change, figure, share
 from nemo_opd.logging.metrics import BITS_PER_BYTE
 from nemo_opd.logging.records import Records, differing_setting
+from nemo_opd.logging.scores import TextBits
 
 _CONFIDENCE = 0.95
 _SAME = 1e-3

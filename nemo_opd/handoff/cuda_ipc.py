@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_opd.errors import HandoffError, SenderGoneError
-from nemo_opd.handoff.base import Handle, Receiver, Sender
+from nemo_opd.handoff.buffer import Handle, Receiver, Sender
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.distributed.process_group import BACKENDS, connect_store
-from nemo_opd.handoff.base import Handle, Message, Receiver
+from nemo_opd.handoff.buffer import Handle, Message, Receiver
 from nemo_opd.handoff.outputs import HiddenStatesWindow, Window
 
 _PREFIX = "handoff"

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import to_device_batched
-from nemo_opd.handoff.base import Handle, Message, Receiver, Sender
-from nemo_opd.handoff.plan import (
+from nemo_opd.handoff.buffer import Handle, Message, Receiver, Sender
+from nemo_opd.handoff.slices import (
     ONE_READER,
     BufferSlice,
     LayoutPair,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import HandoffError, SenderGoneError
-from nemo_opd.handoff.base import Handle, Message, Receiver, Sender
+from nemo_opd.handoff.buffer import Handle, Message, Receiver, Sender
 
 _logger = logging.getLogger(__name__)
 DTYPES = {

@@ -16,7 +16,7 @@ import torch
 
 from nemo_opd.config.cluster import HandoffBase
 from nemo_opd.errors import ConfigError, HandoffError
-from nemo_opd.handoff.base import Receiver, Sender
+from nemo_opd.handoff.buffer import Receiver, Sender
 from nemo_opd.handoff.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nemo_opd.handoff.shared_memory import (
     PinnedMemoryReceiver,

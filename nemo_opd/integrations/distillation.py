@@ -19,13 +19,13 @@ from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
 from nemo_opd.data.collate import collate
 from nemo_opd.data.columns import run_layout
-from nemo_opd.data.record import TEXT, Document, read_documents
+from nemo_opd.data.row_types import TEXT, Document, read_documents
 from nemo_opd.data.samples import SampleMaker
 from nemo_opd.distributed.transfer import to_device
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.logits.planned import compute_together
 from nemo_opd.logits.rows import logit_rows
-from nemo_opd.losses.metrics import AccuracyRecorder, plan_bits_per_byte, with_calibration_error
+from nemo_opd.losses.logit_metrics import AccuracyRecorder, plan_bits_per_byte, with_calibration_error
 from nemo_opd.models.load import compute_dtype, load_model
 from nemo_opd.preflight.corpus import build_sample_maker
 from nemo_opd.preflight.model_info import read_model_info

@@ -50,7 +50,7 @@ def add_losses(student: Tensor, parts: Sequence[Placed], total: Tensor, *, is_fi
 
 
 def _add_losses(student: Tensor, parts: Sequence[Placed], total: Tensor, is_first: bool) -> list[Tensor]:
-    from nemo_opd.kernels.rows import row_sums
+    from nemo_opd.kernels.row_losses import row_sums
 
     most = max(len(part) for part in parts)
     numbers = torch.arange(most, dtype=torch.int32, device=student.device)
@@ -114,7 +114,7 @@ class _Prepared:
     @staticmethod
     def of(student: Tensor, part: Placed, units: Tensor, sums: Tensor) -> _Prepared:
         from nemo_opd.kernels.arithmetic import log_ratios
-        from nemo_opd.kernels.rows import row_sums
+        from nemo_opd.kernels.row_losses import row_sums
 
         form, losses = part.form, torch.empty_like(part.factors)
         if isinstance(form, NegLogProb):
@@ -159,7 +159,7 @@ def _rows_of(part: Placed) -> Tensor:
 def _launch_rows(
     student: Tensor, prepared: Sequence[_Prepared], total: Tensor, is_first: bool, *, has_gradient: bool
 ) -> None:
-    from nemo_opd.kernels.rows import rows_kernel
+    from nemo_opd.kernels.row_losses import rows_kernel
 
     num_rows = max(len(entry.part) for entry in prepared)
     by_form = {type(entry.part.form): entry for entry in prepared}

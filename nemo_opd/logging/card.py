@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.demo import is_demo
 from nemo_opd.files import load_yaml, write_atomically
-from nemo_opd.logging.base import ClosingTable, figure
+from nemo_opd.logging.interface import ClosingTable, figure
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import by_set
 from nemo_opd.logging.provenance import Provenance, read_provenance

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_opd.files import ELSEWHERE, write_atomically
-from nemo_opd.logging.base import is_mean, pass_at_1
+from nemo_opd.logging.interface import is_mean, pass_at_1
 from nemo_opd.logging.metrics import score_keys
 from nemo_opd.logging.records import Records
 

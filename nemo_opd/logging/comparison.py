@@ -16,9 +16,9 @@ from rich.table import Table
 
 from nemo_opd.errors import DataError
 from nemo_opd.files import ELSEWHERE, read_data, write_atomically
-from nemo_opd.logging.base import change, clock, figure, is_share, score, share
 from nemo_opd.logging.charts import Theme, question_measures, series, smooth, write_chart
 from nemo_opd.logging.console import titled_table
+from nemo_opd.logging.interface import change, clock, figure, is_share, score, share
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE, NUM_BYTES
 from nemo_opd.logging.provenance import read_provenance

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.run_fields import Console as ConsoleSettings
-from nemo_opd.logging.base import (
+from nemo_opd.logging.interface import (
     ClosingTable,
     Logger,
     RunSummary,

@@ -15,8 +15,8 @@ from nemo_opd.config.run_fields import Logging
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import DataError, OPDError, StorageError, first_problem
 from nemo_opd.files import open_unlinked, read_data, storage_errors, write_atomically
-from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.console import ConsoleLogger
+from nemo_opd.logging.interface import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.terminal import VisibleConsole
 from nemo_opd.logging.trackers import MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from nemo_opd.types import Closing

@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from nemo_opd.logging.base import is_mean
+from nemo_opd.logging.interface import is_mean
 from nemo_opd.types import Metric, Metrics
 
 STEP = "perf/step_s"

@@ -9,9 +9,9 @@ from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nemo_opd.logging.base import ClosingTable, is_share
-from nemo_opd.logging.base import figure as figure_of
 from nemo_opd.logging.charts import Chart, Theme, keys, series, smooth, write_chart
+from nemo_opd.logging.interface import ClosingTable, is_share
+from nemo_opd.logging.interface import figure as figure_of
 from nemo_opd.logging.metrics import (
     BITS_PER_BYTE,
     OTHER,

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.errors import DataError
 from nemo_opd.files import load_yaml, read_data, read_file, storage_errors, write_atomically
-from nemo_opd.logging.base import RunSummary, bits, change, figure, loss_name, share
+from nemo_opd.logging.interface import RunSummary, bits, change, figure, loss_name, share
 
 _Fact = tuple[str, str]
 """Label and value."""

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.answers import SAMPLE_LOG, SampleLog, ValueLog, answer_tables, answers_by_question
-from nemo_opd.logging.base import (
+from nemo_opd.logging.interface import (
     ClosingTable,
     amount,
     bits,
@@ -41,6 +40,7 @@ from nemo_opd.logging.records import (
     run_name,
     teacher_facts,
 )
+from nemo_opd.logging.scores import SAMPLE_LOG, SampleLog, ValueLog, answer_tables, answers_by_question
 from nemo_opd.logging.terminal import visible
 
 MAX_OPEN = 480

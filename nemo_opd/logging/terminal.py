@@ -20,7 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
-from nemo_opd.logging.base import amount, clock, figure
+from nemo_opd.logging.interface import amount, clock, figure
 from nemo_opd.progress import Work, current, working
 from nemo_opd.types import Closing
 

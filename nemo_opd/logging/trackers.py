@@ -17,7 +17,7 @@ from nemo_opd.config.run_fields import Logging, Mlflow, Trackio, Wandb
 from nemo_opd.config.secrets import leaves
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import write_atomically, write_obstacle
-from nemo_opd.logging.base import ClosingTable, Logger, RunSummary, score
+from nemo_opd.logging.interface import ClosingTable, Logger, RunSummary, score
 from nemo_opd.logging.records import read_config
 from nemo_opd.progress import working
 

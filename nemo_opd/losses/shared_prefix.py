@@ -13,8 +13,8 @@ from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.cells import CommonCells, common_cells, common_cells_term
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells
+from nemo_opd.losses.compared_positions import chunk_loss
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.merge import chunk_loss
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from nemo_opd.distributed.collectives import local
 from nemo_opd.distributed.process_group import context_axis, tensor_axis
 from nemo_opd.logits.head import linear
-from nemo_opd.models.head import replaced_forward
+from nemo_opd.models.causal_model import replaced_forward
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.models.tensor_styles import whole_positions
 

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from nemo_opd.config.model import ALL_LINEAR, Lora
 from nemo_opd.errors import ModelError
 from nemo_opd.models.adapter_folder import resolve
-from nemo_opd.models.head import replaced_forward
+from nemo_opd.models.causal_model import replaced_forward
 
 NAME = "default"
 """The adapter's name within parameter names."""

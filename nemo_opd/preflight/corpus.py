@@ -14,14 +14,14 @@ from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Context as ContextSettings
 from nemo_opd.config.teacher import CrossTokenizerTeacher
-from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
-from nemo_opd.data.chat import ChatSampleMaker
 from nemo_opd.data.columns import domain_column, has_contrast, run_layout
 from nemo_opd.data.context import Context, PrivilegedPrompt
+from nemo_opd.data.conversations import ChatSampleMaker
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer, Encoder
 from nemo_opd.data.loader import Domains, TrainLoader, domains_of, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, PackedOrder, State, lengths_of
-from nemo_opd.data.record import (
+from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
+from nemo_opd.data.row_types import (
     MESSAGES,
     TEXT,
     Conversation,
@@ -33,7 +33,7 @@ from nemo_opd.data.record import (
     read_rows,
     texts_hash,
 )
-from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
+from nemo_opd.data.sample_cache import CachedSampleMaker, CachedWindowMaker
 from nemo_opd.data.samples import HasIdentity, Maker, SameTokenizer, Sample, SampleMaker, WindowMaker
 from nemo_opd.data.text import TextSampleMaker, TextWindowMaker
 from nemo_opd.errors import AlignmentError, DataError
@@ -140,7 +140,7 @@ def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelI
 
 
 def _load_documents(config: RunConfig, source: Source, key: str, *, is_validation: bool = False) -> Dataset:
-    from nemo_opd.data.sources import load_documents, with_others
+    from nemo_opd.data.documents import load_documents, with_others
 
     documents = load_documents(source, run_layout(config, is_validation=is_validation), key=key)
     return with_others(documents, key) if has_contrast(config) else documents

@@ -11,7 +11,7 @@ from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.plan import (
+from nemo_opd.handoff.slices import (
     LayoutPair,
     Payload,
     Readers,

@@ -10,9 +10,9 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from nemo_opd.checkpoint.run_directory import progress_to_resume, resolve_output_dir
+from nemo_opd.config.composition import to_yaml
 from nemo_opd.config.data import Source
 from nemo_opd.config.evaluation import QuestionSource
-from nemo_opd.config.load import to_yaml
 from nemo_opd.config.model import Model
 from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
@@ -22,12 +22,12 @@ from nemo_opd.data.column_checks import Reading, described, prompt_readings, rea
 from nemo_opd.data.columns import run_layout
 from nemo_opd.data.source_files import first_schema, require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError, run_all
-from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets
+from nemo_opd.evaluation.question_sets import ResolvedSet, check_benchmarks, check_sets, resolved_sets
 from nemo_opd.extras import require_extras, require_installed
 from nemo_opd.files import load_yaml
-from nemo_opd.logging.answers import VALIDATION_LOG
 from nemo_opd.logging.provenance import read_provenance
 from nemo_opd.logging.records import differing_setting, read_config, value_at
+from nemo_opd.logging.scores import VALIDATION_LOG
 from nemo_opd.logging.trackers import check_trackers
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template, require_hub
 from nemo_opd.rewards import build_reward

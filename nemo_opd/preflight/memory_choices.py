@@ -29,7 +29,7 @@ from nemo_opd.preflight.memory import (
     estimate,
     sharing_server,
 )
-from nemo_opd.rollout.server.program import COMMON_SHARE, OWN_SHARE
+from nemo_opd.rollout.server.server_process import COMMON_SHARE, OWN_SHARE
 
 _WAYS_OUT = (
     "smaller microbatches (train.micro_batch_size or train.micro_batch_tokens), a smaller train.max_length, "

@@ -21,16 +21,16 @@ from nemo_opd.config.model import Student
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import AlignmentError, ModelError
+from nemo_opd.models.causal_model import SOFT_CAPS
 from nemo_opd.models.folder import require_weights
 from nemo_opd.models.fused_layers import check_fused_layers, is_known, is_norm
-from nemo_opd.models.head import SOFT_CAPS
 from nemo_opd.models.load import build_on_meta, load_config, tokenizer_of
 from nemo_opd.models.lora import NAME, Adapters, adapter_parameters, lora_layers
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.models.stored_weights import check_weights
 from nemo_opd.models.tensor_plan import decoder_layers
 from nemo_opd.models.token_trials import require_causal
-from nemo_opd.rollout.hf import max_positions
+from nemo_opd.rollout.transformers_engine import max_positions
 from nemo_opd.rotary import RotaryLimit, rotary_limit
 from nemo_opd.teacher_cache.shard import read_manifest
 

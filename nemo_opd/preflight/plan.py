@@ -18,7 +18,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import TokenGroups, token_classes
 from nemo_opd.files import require_room
-from nemo_opd.models.head import check_head_precision
+from nemo_opd.models.causal_model import check_head_precision
 from nemo_opd.models.load import compute_dtype, load_config
 from nemo_opd.preflight.corpus import Corpus, load_corpus
 from nemo_opd.preflight.delivery import Delivery, arriving_bytes, check_deliveries, plan_deliveries, settle_transport
@@ -67,7 +67,7 @@ from nemo_opd.preflight.warnings import (
     warn_of_student_as_teacher,
 )
 from nemo_opd.progress import tracked, working
-from nemo_opd.rollout.base import BatchLimit, student_batch, teacher_batch
+from nemo_opd.rollout.requests import BatchLimit, student_batch, teacher_batch
 from nemo_opd.workers.optimizer import check_optimizer
 
 

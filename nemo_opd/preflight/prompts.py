@@ -13,34 +13,34 @@ from transformers import GenerationConfig
 
 from nemo_opd.config.data import Source
 from nemo_opd.config.model import Student
-from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.sampling_checks import longest_prompt
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.collate import collate
 from nemo_opd.data.columns import Layout, domain_column, has_contrast, run_layout
 from nemo_opd.data.context import PrivilegedPrompt
+from nemo_opd.data.documents import load_documents, with_others
 from nemo_opd.data.loader import Domains, domains_of, in_domains
 from nemo_opd.data.order import BatchOrder, State
-from nemo_opd.data.record import TEACHER, Prompt, Rollout, texts_hash
 from nemo_opd.data.rollouts import RolloutSampleMaker, read_prompts
+from nemo_opd.data.row_types import TEACHER, Prompt, Rollout, texts_hash
 from nemo_opd.data.samples import Sample
-from nemo_opd.data.sources import load_documents, with_others
 from nemo_opd.errors import AlignmentError, ConfigError, DataError
 from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, figure_names, load_benchmarks
-from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward, is_left_out
 from nemo_opd.evaluation.likelihoods import longest_request
+from nemo_opd.evaluation.question_sets import ResolvedSet, build_set_reward, is_left_out
 from nemo_opd.evaluation.questions import read_questions
 from nemo_opd.models.load import load_config
 from nemo_opd.preflight.corpus import build_rollout_sample_maker
 from nemo_opd.preflight.inputs import sets_of
 from nemo_opd.preflight.model_info import ModelInfo
 from nemo_opd.progress import tracked, working
-from nemo_opd.rewards.build import build_reward, check_answers
+from nemo_opd.rewards.configured import build_reward, check_answers
 from nemo_opd.rollout.collect import dataset_rollout, drop_long
 from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.environment import build_environment
-from nemo_opd.rollout.hf import end_ids
 from nemo_opd.rollout.renderer import Renderer
+from nemo_opd.rollout.transformers_engine import end_ids
 from nemo_opd.types import Batch
 from nemo_opd.users_code import import_callbacks
 

@@ -16,8 +16,8 @@ from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import BACKENDS
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.plan import Traffic
-from nemo_opd.logging.base import RunSummary, TeacherSummary, loss_name
+from nemo_opd.handoff.slices import Traffic
+from nemo_opd.logging.interface import RunSummary, TeacherSummary, loss_name
 from nemo_opd.logging.terminal import print_warning
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.flops import device_name
@@ -26,7 +26,7 @@ from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.preflight.survey import DataStatistics
 from nemo_opd.projection.build import fit_warnings
-from nemo_opd.projection.report import audit_lines, audit_table
+from nemo_opd.projection.display import audit_lines, audit_table
 from nemo_opd.teacher_cache.shard import read_manifest
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")

@@ -18,12 +18,12 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.collate import collate
 from nemo_opd.data.context import PrivilegedPrompt, prompt_text
-from nemo_opd.data.record import Prompt, read_documents
+from nemo_opd.data.row_types import Prompt, read_documents
 from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.logging.metrics import merge
 from nemo_opd.losses.arguments import chunk_units
-from nemo_opd.losses.metrics import teacher_images
+from nemo_opd.losses.logit_metrics import teacher_images
 from nemo_opd.losses.position_units import compared_positions
 from nemo_opd.preflight.corpus import Corpus, conversation_lengths
 from nemo_opd.preflight.model_info import ModelInfo

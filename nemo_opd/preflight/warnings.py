@@ -17,18 +17,18 @@ from nemo_opd.alignment.token_roles import template_roles
 from nemo_opd.config.data import HubDataset, LearnedTurns
 from nemo_opd.config.model import Student
 from nemo_opd.config.objective import GRPOLoss
-from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.sampling_checks import longest_prompt
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
-from nemo_opd.data.record import Conversation, Document, Routed, read_documents
+from nemo_opd.data.row_types import Conversation, Document, Routed, read_documents
 from nemo_opd.errors import AlignmentError, ConfigError, DataError
 from nemo_opd.models.load import load_config
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.model_info import ModelInfo
 from nemo_opd.preflight.survey import GOOD_COVERAGE, DataStatistics, sampled_rows
 from nemo_opd.preflight.teachers import template_readers
-from nemo_opd.rollout.hf import end_ids
 from nemo_opd.rollout.renderer import encode
+from nemo_opd.rollout.transformers_engine import end_ids
 
 if TYPE_CHECKING:
     from nemo_opd.preflight.prompts import Prompts

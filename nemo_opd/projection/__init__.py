@@ -6,7 +6,7 @@ from nemo_opd.projection.embedding import EmbeddingSource, add_embeddings
 from nemo_opd.projection.exact import exact_map
 from nemo_opd.projection.io import BuilderOptions
 from nemo_opd.projection.matrix import ProjectionMatrix, sort_and_cut
-from nemo_opd.projection.spelling import add_byte_prefix, add_multi_token, add_shared_prefix
+from nemo_opd.projection.retokenization import add_byte_prefix, add_multi_token, add_shared_prefix
 
 __all__ = [
     "Audit",

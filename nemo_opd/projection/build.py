@@ -20,7 +20,7 @@ from nemo_opd.projection.embedding import EmbeddingSource, embedding_pass
 from nemo_opd.projection.exact import exact_pass, read_pair
 from nemo_opd.projection.io import VERSION, frozen_roles
 from nemo_opd.projection.matrix import ProjectionMatrix, check_width, sort_and_cut
-from nemo_opd.projection.spelling import Progress, byte_prefix_pass, multi_token_pass, shared_prefix_pass
+from nemo_opd.projection.retokenization import Progress, byte_prefix_pass, multi_token_pass, shared_prefix_pass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

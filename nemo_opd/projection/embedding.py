@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection.exact import TokenizerPair, pair_of
 from nemo_opd.projection.matrix import Entries, ProjectionMatrix, with_entries
-from nemo_opd.projection.spelling import Progress
+from nemo_opd.projection.retokenization import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from nemo_opd.config.reward import CodeReward
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.rewards.base import RewardFunction, last_turn
+from nemo_opd.rewards.reward_function import RewardFunction, last_turn
 from nemo_opd.sandbox.checker import Checker, Verdict, read_tests
 
 _FENCE = re.compile(r"\s{0,3}(`{3,}|~{3,})\s*([\w+.-]*)")

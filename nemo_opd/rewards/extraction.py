@@ -17,9 +17,9 @@ from nemo_opd.config.reward import (
     LastTurn,
     Regex,
 )
-from nemo_opd.data.record import Rollout
+from nemo_opd.data.row_types import Rollout
 from nemo_opd.errors import ConfigError, DataError, RolloutError
-from nemo_opd.rewards.base import RewardFunction, last_turn
+from nemo_opd.rewards.reward_function import RewardFunction, last_turn
 from nemo_opd.users_code import UsersCodeError, called
 
 _Extractor = Callable[[str], str | None]

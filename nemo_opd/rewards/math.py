@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_opd.config.reward import MathReward
-from nemo_opd.data.record import Rollout
+from nemo_opd.data.row_types import Rollout
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.rewards.base import RewardFunction, last_turn
 from nemo_opd.rewards.extraction import build_extractor, last_boxed
 from nemo_opd.rewards.numeric import TEXT_COMMAND, units_differ
+from nemo_opd.rewards.reward_function import RewardFunction, last_turn
 
 # Run as a file, since importing the package takes time. -P: modules in its folder shadow the standard library's.
 _COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("equivalence_process.py")))

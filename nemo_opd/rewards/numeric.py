@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from nemo_opd.config.reward import NumericReward
-from nemo_opd.data.record import Rollout
+from nemo_opd.data.row_types import Rollout
 from nemo_opd.errors import DataError
-from nemo_opd.rewards.base import RewardFunction, last_turn
 from nemo_opd.rewards.extraction import build_extractor
+from nemo_opd.rewards.reward_function import RewardFunction, last_turn
 
 _GAP = r"(?:,|\{,\}|\\,|\\ |[\u00a0\u2009\u202f])"
 _DIGITS = rf"(?:\d{{1,3}}(?:{_GAP}\d{{3}}(?!\d))++|\d++)"

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from nemo_opd.config.run_fields import RolloutFiles
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.files import open_unlinked, storage_errors, write_atomically
 from nemo_opd.logging.loggers import parse_lines
 from nemo_opd.progress import tracked
-from nemo_opd.rollout.base import Generator, Request, Sampling
 from nemo_opd.rollout.environment import CheckedEnvironment, EnvironmentFactory, EnvironmentStep
 from nemo_opd.rollout.episode import Episode, require_completion, shortened_messages
 from nemo_opd.rollout.renderer import Renderer
+from nemo_opd.rollout.requests import Generator, Request, Sampling
 from nemo_opd.types import Max, Mean, Metric, Sum
 
 _log = logging.getLogger(__name__)

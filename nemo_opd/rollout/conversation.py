@@ -14,7 +14,7 @@ from nemo_opd.alignment.chat import LocatedTokens, locate_tokens
 from nemo_opd.alignment.chat_turns import common_prefix
 from nemo_opd.alignment.templates import TemplateFailure, apply_template, parse_response
 from nemo_opd.alignment.token_roles import turn_end_ids
-from nemo_opd.data.record import Message, Prompt
+from nemo_opd.data.row_types import Message, Prompt
 from nemo_opd.data.text import Continued, Ids
 from nemo_opd.errors import AlignmentError, DataError, RolloutError
 from nemo_opd.rollout.renderer import Renderer, TextRenderer, Tools, encode, response_of

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from nemo_opd.config.base import choices, require_lines
 from nemo_opd.config.rollout import CalculatorEnvironment, EnvironmentBase, FunctionEnvironment
 from nemo_opd.config.rollout import Environment as Settings
-from nemo_opd.data.record import Message, Prompt
+from nemo_opd.config.settings import choices, require_lines
+from nemo_opd.data.row_types import Message, Prompt
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rewards.numeric import last_number
 from nemo_opd.rollout.conversation import function_tool

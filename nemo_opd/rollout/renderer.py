@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_opd.alignment import pieces_of
 from nemo_opd.alignment.chat import locate_tokens
-from nemo_opd.data.record import Message, Prompt
+from nemo_opd.data.row_types import Message, Prompt
 from nemo_opd.data.samples import require_ids
 from nemo_opd.data.text import Continued, Ids, TextContinuation, text_of
 from nemo_opd.errors import DataError, RolloutError

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_opd.logits.rows import SparseLayout, SparseRows
-from nemo_opd.rollout.base import Sampling
+from nemo_opd.rollout.requests import Sampling
 from nemo_opd.rollout.server.client import ROUNDING, UnusableError
 from nemo_opd.rollout.server.sglang import UNUSED_POSITIONS, echoed_ids
 from nemo_opd.rollout.server.vllm import sampled_with
@@ -48,7 +48,7 @@ class PromptLogprobs:
 class ServerProgram(ABC):
     """A program's request for the log-probabilities of a prompt, and its reply.
 
-    Programs that sample are `rollout.server.program.Program`.
+    Programs that sample are `rollout.server.server_process.Program`.
     The request samples one token and ignores it, to get the distribution after the prompt's last token.
     """
 

@@ -14,12 +14,12 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.data.collate import collate
 from nemo_opd.data.loader import TrainLoader
 from nemo_opd.data.order import BatchOrder
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.data.samples import Sample
 from nemo_opd.logging.metrics import Timer
 from nemo_opd.losses.policy_gradient import group_advantages, reward_weights
-from nemo_opd.rollout.base import Engine
 from nemo_opd.rollout.collect import Collector, chosen_share
+from nemo_opd.rollout.requests import Engine
 from nemo_opd.training.models import InFlightBatch, Models, ScoredBatch
 from nemo_opd.types import Batch, Closing, SampledRows
 

@@ -50,7 +50,7 @@ from nemo_opd.served.answers import EndpointAnswers
 from nemo_opd.teacher_cache.reader import SHARD_BYTES, CacheReader, CacheWriter
 from nemo_opd.teacher_cache.shard import Bytes, CacheManifest, has_manifest, key_of, write_manifest
 from nemo_opd.types import Closing, TokenRows
-from nemo_opd.workers.teacher import CachingTeacher
+from nemo_opd.workers.teacher_worker import CachingTeacher
 
 _DEFAULT_BATCH_TOKENS = 8192
 """Tokens per forward pass if the teacher's settings do not specify them."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from nemo_opd.config.run import RunConfig
 from nemo_opd.evaluation.estimates import paired_difference
 from nemo_opd.evaluation.verdict import Arm, Setup, compared, gain_over, judge, teacher_effect
-from nemo_opd.logging.answers import VALIDATION_LOG, QuestionValues, TextLog, ValueLog
-from nemo_opd.logging.base import (
+from nemo_opd.logging.comparison import SweptRun
+from nemo_opd.logging.interface import (
     STUDENT_AFTER,
     STUDENT_BEFORE,
     ClosingRow,
@@ -23,11 +23,11 @@ from nemo_opd.logging.base import (
     is_mean,
     is_share,
 )
-from nemo_opd.logging.comparison import SweptRun
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE, PREFIX, SHARED_BITS_PER_BYTE, score_keys
 from nemo_opd.logging.provenance import read_provenance
 from nemo_opd.logging.records import NOTHING, TextTable, number_of_set, read_config, value_at
+from nemo_opd.logging.scores import VALIDATION_LOG, QuestionValues, TextLog, ValueLog
 
 BASELINE = "baseline"
 """Folder in a run's directory with the same run without teachers."""

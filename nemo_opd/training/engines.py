@@ -5,14 +5,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_opd.config.base import choices, require_lines
 from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts, ServerRollout
+from nemo_opd.config.settings import choices, require_lines
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import longest_question
-from nemo_opd.rollout import hf
-from nemo_opd.rollout.base import Engine, EngineSpec, Generator, StudentModel
+from nemo_opd.rollout import transformers_engine
+from nemo_opd.rollout.requests import Engine, EngineSpec, Generator, StudentModel
 from nemo_opd.rollout.server import engine
-from nemo_opd.rollout.server.program import server_gpus
+from nemo_opd.rollout.server.server_process import server_gpus
 from nemo_opd.training.models import Models
 
 
@@ -34,7 +34,7 @@ class EngineType:
 
 
 ENGINES: dict[type[RolloutBase], EngineType] = {
-    HFRollout: EngineType(hf.for_student, hf.for_model),
+    HFRollout: EngineType(transformers_engine.for_student, transformers_engine.for_model),
     ServerRollout: EngineType(engine.for_student, engine.for_model),
 }
 """Settings → engine."""

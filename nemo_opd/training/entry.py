@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_opd.config.load import compose
+from nemo_opd.config.composition import compose
 from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.terminal import loading

@@ -16,17 +16,17 @@ import numpy as np
 from nemo_opd.alignment.token_roles import stop_ids
 from nemo_opd.checkpoint.manager import BestMetric
 from nemo_opd.config.train import ChosenMetric, EarlyStopping, KeepBest
-from nemo_opd.data.record import Prompt
+from nemo_opd.data.row_types import Prompt
 from nemo_opd.errors import ClusterError, OPDError
-from nemo_opd.evaluation.inputs import build_set_reward
 from nemo_opd.evaluation.likelihoods import Scorer
+from nemo_opd.evaluation.question_sets import build_set_reward
 from nemo_opd.evaluation.questions import EvaluationResult, ask, shown_answers
-from nemo_opd.logging.answers import SAMPLE_LOG, QuestionValues, SampleLog, ShownAnswer, ValueLog
+from nemo_opd.logging.scores import SAMPLE_LOG, QuestionValues, SampleLog, ShownAnswer, ValueLog
 from nemo_opd.models.load import tokenizer_of
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import LoadedSet, SampledModel
 from nemo_opd.rewards import RewardFunction
-from nemo_opd.rollout.base import Generator
+from nemo_opd.rollout.requests import Generator
 from nemo_opd.training.models import Models
 
 if TYPE_CHECKING:

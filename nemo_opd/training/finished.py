@@ -13,11 +13,11 @@ from yaml import YAMLError
 
 from nemo_opd.checkpoint.run_directory import checkpoints_of, lock_holder
 from nemo_opd.cluster.placement import Processes
-from nemo_opd.config.load import from_yaml, to_yaml
+from nemo_opd.config.composition import from_yaml, to_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import DataError, OPDError
 from nemo_opd.files import load_yaml
-from nemo_opd.logging.base import Best, ClosingTable
+from nemo_opd.logging.interface import Best, ClosingTable
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE
 from nemo_opd.logging.provenance import FINISHED, NOT_EXPORTED, PROVENANCE, read_provenance

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nemo_opd.cluster.base import Call, Cluster, Group
 from nemo_opd.cluster.batch_grid import dp_leader_ranks, micro_batches, shared_out
+from nemo_opd.cluster.group import Call, Cluster, Group
 from nemo_opd.config.cluster import LogitsHandoff
-from nemo_opd.config.on_policy import confidence_alphas
+from nemo_opd.config.sampling_checks import confidence_alphas
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.evaluation.likelihoods import Scored, answers, batches, token_rows
@@ -20,12 +20,12 @@ from nemo_opd.preflight.delivery import Delivery
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.progress import working
 from nemo_opd.projection.matrix import order_by_student, with_columns
-from nemo_opd.rollout.base import BatchLimit, Completion, Generator, Request, Sampling
+from nemo_opd.rollout.requests import BatchLimit, Completion, Generator, Request, Sampling
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.teacher_cache.shard import read_manifest
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.student import StudentWorker
-from nemo_opd.workers.teacher import CachedTeacherWorker, ServedTeacherWorker, TeacherWorker
+from nemo_opd.workers.student_worker import StudentWorker
+from nemo_opd.workers.teacher_worker import CachedTeacherWorker, ServedTeacherWorker, TeacherWorker
 
 
 def column_order(plan: Plan, i: int) -> NDArray[np.int64] | None:

@@ -26,16 +26,16 @@ from nemo_opd.aggregation import (
     weighted_by_confidence,
 )
 from nemo_opd.checkpoint.shards import require_whole_export
-from nemo_opd.cluster.base import Call, Cluster, Group, submit_sequentially
 from nemo_opd.cluster.batch_grid import BatchGrid, dp_leader_ranks, reduced
-from nemo_opd.config.on_policy import confidence_alphas
+from nemo_opd.cluster.group import Call, Cluster, Group, submit_sequentially
+from nemo_opd.config.sampling_checks import confidence_alphas
 from nemo_opd.evaluation.likelihoods import Scored
 from nemo_opd.evaluation.validation import joined_losses, per_text, shared_bits_per_byte, teachers_bits_per_byte
 from nemo_opd.files import replacing
 from nemo_opd.handoff.outputs import Window, windows
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.preflight.plan import Plan
-from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.requests import Completion, Request, Sampling
 from nemo_opd.training.groups import (
     AnsweringModel,
     Links,
@@ -47,7 +47,7 @@ from nemo_opd.training.groups import (
 )
 from nemo_opd.types import NO_CHUNK, Batch, Closing, Mean, Metric, Metrics, SequenceScores, TeacherRows
 from nemo_opd.workers.step import StudentStep
-from nemo_opd.workers.teacher import TeacherOutput
+from nemo_opd.workers.teacher_worker import TeacherOutput
 
 _RankWindows = tuple[Window, ...]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from nemo_opd.checkpoint.run_directory import identity
 from nemo_opd.cluster.local import driving
-from nemo_opd.config.load import from_yaml
+from nemo_opd.config.composition import from_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
 from nemo_opd.errors import ConfigError
-from nemo_opd.logging.answers import VALIDATION_LOG, TextLog
 from nemo_opd.logging.metrics import Timer
+from nemo_opd.logging.scores import VALIDATION_LOG, TextLog
 from nemo_opd.logging.terminal import VisibleConsole, busy, print_line
 from nemo_opd.preflight.inputs import require_kind
 from nemo_opd.preflight.plan import Plan, preflight

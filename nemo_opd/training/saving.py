@@ -23,11 +23,11 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.run_fields import PushToHub
 from nemo_opd.config.secrets import leaves, without_secrets
 from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
-from nemo_opd.data.sources import data_commit
+from nemo_opd.data.documents import data_commit
 from nemo_opd.errors import HubError
 from nemo_opd.files import copy_whole, size_below
-from nemo_opd.logging.base import Best, ClosingTable, RunSummary, TeacherSummary
 from nemo_opd.logging.card import Exported, write_card
+from nemo_opd.logging.interface import Best, ClosingTable, RunSummary, TeacherSummary
 from nemo_opd.logging.provenance import ModelOrigin, Provenance
 from nemo_opd.logging.records import MovedRow, write_projections
 from nemo_opd.logging.terminal import print_line
@@ -40,7 +40,7 @@ from nemo_opd.preflight.model_info import ModelSize
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.progress import working
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.projection.report import entries_of, short_name, shown_token
+from nemo_opd.projection.display import entries_of, short_name, shown_token
 from nemo_opd.teacher_cache.shard import read_manifest
 from nemo_opd.training.closing import closing_at
 from nemo_opd.training.evaluator import BestSteps

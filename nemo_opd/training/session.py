@@ -11,11 +11,10 @@ from typing import Any, ClassVar, Self
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.checkpoint.run_directory import RunLock, checkpoints_of, identity
 from nemo_opd.cluster.local import open_cluster
-from nemo_opd.config.load import to_yaml
+from nemo_opd.config.composition import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import PER_TEXT, validate, validate_teachers
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.answers import SAMPLE_LOG, VALIDATION_LOG, SampleLog, TextBits, TextLog
 from nemo_opd.logging.loggers import Loggers, build
 from nemo_opd.logging.metrics import BITS_PER_BYTE, SHARED_BITS_PER_BYTE
 from nemo_opd.logging.metrics import values as values_of
@@ -30,12 +29,13 @@ from nemo_opd.logging.provenance import (
 )
 from nemo_opd.logging.records import write_hardware
 from nemo_opd.logging.report import write_report
+from nemo_opd.logging.scores import SAMPLE_LOG, VALIDATION_LOG, SampleLog, TextBits, TextLog
 from nemo_opd.logging.terminal import print_line
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.summary import run_summary
 from nemo_opd.progress import tracked, working
-from nemo_opd.rollout.base import Engine
+from nemo_opd.rollout.requests import Engine
 from nemo_opd.training.batches import BatchSource, Lookahead
 from nemo_opd.training.closing import closing_table
 from nemo_opd.training.engines import open_engine

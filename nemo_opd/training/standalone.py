@@ -18,21 +18,21 @@ from rich.table import Table
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from nemo_opd.cluster.local import driving, open_cluster
+from nemo_opd.config.composition import to_yaml
 from nemo_opd.config.evaluation import EvaluationConfig, Questions
-from nemo_opd.config.load import to_yaml
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.teacher import SameTokenizerTeacher
-from nemo_opd.data.record import Prompt
+from nemo_opd.data.row_types import Prompt
 from nemo_opd.errors import AlignmentError, ConfigError
 from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, load_benchmarks
 from nemo_opd.evaluation.estimates import Estimate
-from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward, resolved_sets
 from nemo_opd.evaluation.likelihoods import longest_request
+from nemo_opd.evaluation.question_sets import ResolvedSet, build_set_reward, resolved_sets
 from nemo_opd.evaluation.questions import EvaluationResult, all_answers, ask, read_questions
 from nemo_opd.extras import require_installed
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.answers import SAMPLE_LOG, SampleLog
-from nemo_opd.logging.base import figure, is_share, share
+from nemo_opd.logging.interface import figure, is_share, share
+from nemo_opd.logging.scores import SAMPLE_LOG, SampleLog
 from nemo_opd.logging.terminal import VisibleConsole, busy
 from nemo_opd.models.folder import read_template, require_weights
 from nemo_opd.models.load import load_config, load_tokenizer
@@ -40,12 +40,12 @@ from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.models.token_trials import require_causal
 from nemo_opd.preflight.ranks import colocated, require_processes, resolve_device, resolve_layout, resolve_ranks
 from nemo_opd.rewards import RewardFunction
-from nemo_opd.rollout.base import BatchLimit, EngineSpec, Generator
 from nemo_opd.rollout.collect import drop_long
 from nemo_opd.rollout.conversation import build_renderer
-from nemo_opd.rollout.hf import end_ids, max_positions
 from nemo_opd.rollout.renderer import Renderer
-from nemo_opd.rollout.server.program import server_gpus
+from nemo_opd.rollout.requests import BatchLimit, EngineSpec, Generator
+from nemo_opd.rollout.server.server_process import server_gpus
+from nemo_opd.rollout.transformers_engine import end_ids, max_positions
 from nemo_opd.training.engines import ENGINES
 from nemo_opd.training.groups import AnsweringModel, ModelGroup
 from nemo_opd.workers.frozen import FrozenWorker

@@ -25,7 +25,7 @@ from nemo_opd.models.quantised import quantisation
 from nemo_opd.models.stored_weights import NotPiecewiseError, find_pieces, weight_files
 from nemo_opd.progress import tracked
 from nemo_opd.projection.exact import Side, exact_pass, read_pair
-from nemo_opd.projection.spelling import spell_with
+from nemo_opd.projection.retokenization import spell_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.collectives import local
-from nemo_opd.models.head import ReadingModel
+from nemo_opd.models.causal_model import ReadingModel
 from nemo_opd.models.lora import without_adapters
 from nemo_opd.models.parallelize import free_gathered
 from nemo_opd.workers.frozen import TeacherModel
 from nemo_opd.workers.offload import DeviceOffload, HostCopy
 from nemo_opd.workers.out_of_memory import averaging, needs_memory
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.workers.teacher_worker import TeacherWorker
 
 
 class Average:

@@ -17,12 +17,12 @@ from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh
 from nemo_opd.evaluation import likelihoods
+from nemo_opd.models.causal_model import ReadingModel, reading_model
 from nemo_opd.models.generation import generating
-from nemo_opd.models.head import ReadingModel, reading_model
 from nemo_opd.models.load import compute_dtype, tokenizer_of
 from nemo_opd.models.sharded_load import load_sharded
-from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
-from nemo_opd.rollout.hf import Sampler
+from nemo_opd.rollout.requests import BatchLimit, Completion, Request, Sampling
+from nemo_opd.rollout.transformers_engine import Sampler
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.offload import DeviceOffload, LayerStream

@@ -15,7 +15,7 @@ from nemo_opd.alignment import pieces_of
 from nemo_opd.config import RunConfig
 from nemo_opd.data.collate import collate
 from nemo_opd.data.loader import SampleSource
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.errors import OPDError
 from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.preflight.prompts import Prompts

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress, seal
 from nemo_opd.checkpoint.run_directory import identity
-from nemo_opd.config.load import to_yaml
+from nemo_opd.config.composition import to_yaml
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.preflight.summary import run_summary

@@ -14,7 +14,7 @@ from nemo_opd.checkpoint.run_directory import RunLock
 from nemo_opd.cli import settings_verbs
 from nemo_opd.cli.command import output_of
 from nemo_opd.cli.main import MEANINGS
-from nemo_opd.config.load import to_yaml
+from nemo_opd.config.composition import to_yaml
 from nemo_opd.config.reference import help_text
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ModelError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.cli.report import report_sweep
+from nemo_opd.cli.runs import report_sweep
 from tests.logging.test_sweep import write_run
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from nemo_opd.cluster.base import Failure
+from nemo_opd.cluster.group import Failure
 from nemo_opd.errors import HandoffError, SenderGoneError
 
 

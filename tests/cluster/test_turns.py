@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.cluster.base import Call, Cluster, Group, submit_sequentially
+from nemo_opd.cluster.group import Call, Cluster, Group, submit_sequentially
 from nemo_opd.cluster.placement import Placement
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Union, get_args
 import pytest
 from pydantic import Field
 
-from nemo_opd.config.base import Settings
 from nemo_opd.config.data import Files, Source, source_of
+from nemo_opd.config.settings import Settings
 from nemo_opd.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[2] / "nemo_opd"
@@ -26,14 +26,14 @@ class SourceOfMore(Source):
 @pytest.mark.parametrize(
     ("settings", "name", "table", "file", "missing"),
     [
-        ("loss", "LossTerm", "LOSSES", "losses/build.py", "added"),
+        ("loss", "LossTerm", "LOSSES", "losses/term_loss.py", "added"),
         ("loss", "DivergenceKind", "DIVERGENCES", "losses/divergence.py", "added"),
         ("objective", "Aggregation", "RULES", "aggregation/rules.py", "Added"),
         ("objective", "Score", "NATS", "aggregation/rules.py", "added"),
         ("rollout", "Rollouts", "ENGINES", "training/engines.py", "Added"),
         ("rollout", "Environment", "ENVIRONMENTS", "rollout/environment.py", "Added"),
-        ("reward", "Reward", "REWARDS", "rewards/build.py", "Added"),
-        ("data", "Source", "READERS", "data/sources.py", "added_files"),
+        ("reward", "Reward", "REWARDS", "rewards/configured.py", "Added"),
+        ("data", "Source", "READERS", "data/documents.py", "added_files"),
     ],
 )
 def test_a_forgotten_line_is_named(
@@ -50,7 +50,7 @@ def test_a_forgotten_line_is_named(
         more = Annotated[Union[(*get_args(get_args(choice)[0]), Added)], Field(discriminator="type")]
     monkeypatch.setattr(module, name, more)
 
-    where = PACKAGE / ("losses/build.py" if table == "DIVERGENCES" else file)
+    where = PACKAGE / ("losses/term_loss.py" if table == "DIVERGENCES" else file)
     with pytest.raises(NotImplementedError, match=rf"^{table} in nemo_opd/{file} has no line for {missing}; add it"):
         runpy.run_path(str(where))
 

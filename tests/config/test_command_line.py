@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.config.command_line import Groups, Sweep, read_command_line
-from nemo_opd.config.load import composition_errors, run_with_hydra
+from nemo_opd.config.composition import composition_errors, run_with_hydra
 from nemo_opd.config.objective import BytePrefixLoss
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, ModelError

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import yaml
 
-from nemo_opd.config.load import to_yaml
+from nemo_opd.config.composition import to_yaml
 from nemo_opd.config.run import from_dict
 from tests.composition import CONFIGS, DEMO, PRODUCTION, compose, configured
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.config.load import from_yaml, to_yaml
+from nemo_opd.config.composition import from_yaml, to_yaml
 from nemo_opd.config.run import from_dict
 from nemo_opd.config.teacher import Context, field_names, filled
 from tests.config.settings import SAME, VALID, message_of, on_policy

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.config.base import Excludes, Needs, Settings
 from nemo_opd.config.run import from_dict
+from nemo_opd.config.settings import Excludes, Needs, Settings
 from tests.config.settings import HF, SAME, VALID, changed, message_of, on_policy
 
 CHAT = {"messages_key": "messages"}

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.config.load import from_yaml, to_yaml
+from nemo_opd.config.composition import from_yaml, to_yaml
 from nemo_opd.config.loss import SameVocabTerm, SampledKLTerm, TCADTerm
-from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.config.run import from_dict
+from nemo_opd.config.sampling_checks import confidence_alphas
 from tests.config.settings import CROSS, HF, SAME, VALID, message_of, on_policy
 
 NUMERIC = {"type": "numeric"}

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from nemo_opd.config.base import all_keys
 from nemo_opd.config.other_trainers import NAMES
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.settings import all_keys
 from tests.composition import ROOT
 
 PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")

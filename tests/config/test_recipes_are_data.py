@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.config.load import compose
+from nemo_opd.config.composition import compose
 from nemo_opd.errors import ConfigError
 from tests.composition import configured
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
-from nemo_opd.config.base import models_in
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.reference import PAGE, help_text, meaning_of, page
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.settings import models_in
 from tests.composition import CONFIGS, ROOT
 
 

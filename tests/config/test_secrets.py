@@ -7,8 +7,8 @@ import yaml
 
 from nemo_opd.cli.settings_verbs import main
 from nemo_opd.config import secrets
+from nemo_opd.config.composition import from_yaml, run_with_hydra, to_yaml
 from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.config.load import from_yaml, run_with_hydra, to_yaml
 from nemo_opd.config.run import RunConfig, from_dict, validated
 from nemo_opd.config.secrets import MASK, without_secrets
 from nemo_opd.config.teacher import Endpoint, SameTokenizerTeacher, Teacher

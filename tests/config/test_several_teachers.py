@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.config.load import from_yaml, to_yaml
+from nemo_opd.config.composition import from_yaml, to_yaml
 from nemo_opd.config.run import from_dict
 from tests.config.settings import CROSS, SAME, VALID, changed, message_of
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.config.load import compose
+from nemo_opd.config.composition import compose
 from nemo_opd.config.run import from_dict
 from nemo_opd.errors import ConfigError
 from nemo_opd.preflight.inputs import with_documents_columns

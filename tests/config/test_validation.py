@@ -8,10 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from nemo_opd.config import RunConfig
-from nemo_opd.config.base import choices
 from nemo_opd.config.loss import LossTerm, PKLTerm, SameVocabTerm
 from nemo_opd.config.objective import Loss
 from nemo_opd.config.run import from_dict
+from nemo_opd.config.settings import choices
 from nemo_opd.errors import OPDError
 from tests.config.settings import HF, SAME, VALID, changed, message_of
 

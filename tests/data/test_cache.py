@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_opd.data import cache
-from nemo_opd.data.cache import CachedSampleMaker
-from nemo_opd.data.record import Conversation, Document
+from nemo_opd.data import sample_cache
+from nemo_opd.data.row_types import Conversation, Document
+from nemo_opd.data.sample_cache import CachedSampleMaker
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 
 
@@ -233,7 +233,7 @@ def test_a_file_removed_while_it_is_opened_costs_a_warning(
 def test_a_lock_that_is_kept_costs_a_warning(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "WAIT_S", 0.01)
+    monkeypatch.setattr(sample_cache, "WAIT_S", 0.01)
     CachedSampleMaker(Maker())("x")
     (file,) = folder.glob("*.sqlite")
     other = sqlite3.connect(file, isolation_level=None)

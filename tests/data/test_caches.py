@@ -13,9 +13,9 @@ import pytest
 
 from nemo_opd import files
 from nemo_opd.config.data import HubDataset, Source
-from nemo_opd.data import convert, source_files
+from nemo_opd.data import dataset_files, source_files
 from nemo_opd.data.columns import text_layout
-from nemo_opd.data.sources import load_documents
+from nemo_opd.data.documents import load_documents
 from nemo_opd.errors import StorageError
 from tests.data.test_sources import KINDS, Write, table, write_parquet
 from tests.full_disk import largest_file
@@ -151,6 +151,6 @@ def test_each_byte_is_validated_once_when_a_run_starts(
     source = Source(**{kind: str(tmp_path / f"a{suffix}")})
     rows = len(load(source))
     validated: list[int] = []
-    monkeypatch.setattr(convert, "problem", lambda values: validated.append(len(values)))
+    monkeypatch.setattr(dataset_files, "problem", lambda values: validated.append(len(values)))
     load(source)
     assert sum(validated) == rows

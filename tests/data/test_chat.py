@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from nemo_opd.alignment import TokenAligner, pieces_of
-from nemo_opd.data.chat import ChatSampleMaker
+from nemo_opd.data.conversations import ChatSampleMaker
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer
-from nemo_opd.data.record import Conversation
+from nemo_opd.data.row_types import Conversation
 from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
 from nemo_opd.errors import DataError
 from tests.tokenizers_fixture import byte_level

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.alignment import LocatedTokens, RenderedChat, TokenAligner, locate_tokens
-from nemo_opd.data import chat as chat_module
+from nemo_opd.data import conversations as conversation_makers
 from nemo_opd.data import encoders
-from nemo_opd.data.chat import ChatSampleMaker
+from nemo_opd.data.conversations import ChatSampleMaker
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer
-from nemo_opd.data.record import Conversation
+from nemo_opd.data.row_types import Conversation
 from nemo_opd.data.samples import Sample
 from tests.alignment.chat_fixture import assistant, call, small_chat, tool, user
 from tests.data.test_beginning import WORDS, long_texts
@@ -80,10 +80,10 @@ def assert_same(make: ChatSampleMaker, conversation: Conversation) -> None:
     """Compare with all of it tokenized and, if no tokenizer rewrites it, aligned."""
     bounded = flat(make(conversation))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_module, "locate_beginning", whole)
+        patch.setattr(conversation_makers, "locate_beginning", whole)
         assert bounded == flat(make(conversation))
         if is_normalized("NFC", str(conversation.messages)):
-            patch.setattr(chat_module, "locate_up_to", whole)
+            patch.setattr(conversation_makers, "locate_up_to", whole)
             assert bounded == flat(make(conversation))
 
 

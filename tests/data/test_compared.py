@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.alignment import Pieces, TokenAligner, pieces_of
-from nemo_opd.data.chat import ChatSampleMaker
 from nemo_opd.data.collate import collate, compared
+from nemo_opd.data.conversations import ChatSampleMaker
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer, Encoder
-from nemo_opd.data.record import Conversation
+from nemo_opd.data.row_types import Conversation
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, usable_chunks
 from nemo_opd.data.text import TextSampleMaker
 from tests.alignment.chat_fixture import small_chat

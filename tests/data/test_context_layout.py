@@ -11,10 +11,10 @@ from nemo_opd.config.data import Data, Source
 from nemo_opd.config.teacher import Context as ContextSettings
 from nemo_opd.data.columns import Layout, document_layout
 from nemo_opd.data.context import Context
-from nemo_opd.data.record import FIELD, OTHER, read_documents
+from nemo_opd.data.documents import load_documents, with_others
 from nemo_opd.data.rollouts import read_prompts
+from nemo_opd.data.row_types import FIELD, OTHER, read_documents
 from nemo_opd.data.source_files import require_suitable
-from nemo_opd.data.sources import load_documents, with_others
 from nemo_opd.errors import DataError
 
 TEMPLATE = "teachers.0.context.template"

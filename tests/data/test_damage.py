@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.config.data import Source, ValidationSource
-from nemo_opd.data import convert
+from nemo_opd.data import dataset_files
 from nemo_opd.data import lines as source_lines
 from nemo_opd.data.columns import Layout, chat_layout, text_layout
+from nemo_opd.data.documents import load_documents
 from nemo_opd.data.lines import depth
 from nemo_opd.data.loader import SampleSource
-from nemo_opd.data.record import read_documents
+from nemo_opd.data.row_types import read_documents
 from nemo_opd.data.source_files import require_suitable
-from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 from tests.data.test_sources import KINDS, Write, table, write_file, write_parquet, write_stream
 
@@ -362,5 +362,5 @@ def test_what_another_process_is_converting_is_left_alone(tmp_path: Path) -> Non
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"{")
     refusal(Source(jsonl_files=(str(file),)))
-    assert not convert._forget_damaged("json")
+    assert not dataset_files._forget_damaged("json")
     assert being_made.exists()

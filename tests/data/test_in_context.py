@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.config.teacher import Context as ContextSettings
 from nemo_opd.config.teacher import field_names
-from nemo_opd.data.chat import ChatSampleMaker
 from nemo_opd.data.collate import collate, compared
 from nemo_opd.data.context import LEAST, Context, PrivilegedPrompt, leakage
+from nemo_opd.data.conversations import ChatSampleMaker
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer
-from nemo_opd.data.record import FIELD, OTHER, Conversation, Prompt, Rollout
 from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker
+from nemo_opd.data.row_types import FIELD, OTHER, Conversation, Prompt, Rollout
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, decoded, encoded
 from nemo_opd.errors import DataError
 from nemo_opd.rollout.collect import dataset_rollout

@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.config.data import Source
-from nemo_opd.data.cache import _key_of
 from nemo_opd.data.columns import chat_layout, text_layout
+from nemo_opd.data.documents import load_documents
 from nemo_opd.data.lines import column_types
-from nemo_opd.data.record import Conversation, read_documents, read_rows
 from nemo_opd.data.rollouts import read_prompts
+from nemo_opd.data.row_types import Conversation, read_documents, read_rows
+from nemo_opd.data.sample_cache import _key_of
 from nemo_opd.data.source_files import require_suitable
-from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 
 LARGE = 12345678901234567890123

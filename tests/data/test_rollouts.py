@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.config.rollout import CalculatorEnvironment
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer
-from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
 from nemo_opd.errors import AlignmentError, DataError
-from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.collect import Collector, dataset_rollout
 from nemo_opd.rollout.conversation import ConversationRenderer
 from nemo_opd.rollout.environment import build_environment
 from nemo_opd.rollout.renderer import TextRenderer
+from nemo_opd.rollout.requests import Sampling
 from tests.alignment.chat_fixture import with_template
 from tests.rollout.scripted import Scripted, asking, encoded, speaking
 from tests.rollout.templates import TAGGED, talking

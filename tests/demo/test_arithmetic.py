@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.config.teacher import filled
-from nemo_opd.demo import ARITHMETIC_MODEL_NAMES, model_path, questions
-from nemo_opd.demo.corpus import Split
-from nemo_opd.demo.questions import OPERANDS, Sum, split_of, sums
+from nemo_opd.demo import ARITHMETIC_MODEL_NAMES, arithmetic_questions, model_path
+from nemo_opd.demo.arithmetic_questions import OPERANDS, Sum, split_of, sums
+from nemo_opd.demo.python_sources import Split
 from nemo_opd.errors import DataError
 from nemo_opd.projection import audit, build_projection
 from tests.composition import CONFIGS
@@ -27,7 +27,7 @@ LONGEST = 40
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEMO_OPD_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return {split: rows_of(questions.arrow_file(split)) for split in get_args(Split)}
+        return {split: rows_of(arithmetic_questions.arrow_file(split)) for split in get_args(Split)}
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -112,7 +112,7 @@ def test_the_files_are_the_same_wherever_they_are_built(tmp_path: Path, monkeypa
     contents = []
     for name in ("one", "other"):
         monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / name))
-        contents.append([questions.arrow_file(split).read_bytes() for split in get_args(Split)])
+        contents.append([arithmetic_questions.arrow_file(split).read_bytes() for split in get_args(Split)])
     assert contents[0] == contents[1]
     assert [(question.left, question.right) for question in validation(2)] == [(194, 899), (570, 634)]
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"train.arrow", "validation.arrow"}
@@ -120,7 +120,7 @@ def test_the_files_are_the_same_wherever_they_are_built(tmp_path: Path, monkeypa
 
 def test_an_unknown_split_is_explained() -> None:
     with pytest.raises(DataError, match=r"demo:arithmetic_test .*demo:arithmetic_train, demo:arithmetic_validation"):
-        questions.arrow_file("test")
+        arithmetic_questions.arrow_file("test")
 
 
 @pytest.mark.parametrize("name", ARITHMETIC_MODEL_NAMES)

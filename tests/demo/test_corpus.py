@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 
-from nemo_opd.demo import corpus
+from nemo_opd.demo import python_sources
 from nemo_opd.errors import DataError
 
-SPLITS: tuple[corpus.Split, ...] = ("train", "validation")
+SPLITS: tuple[python_sources.Split, ...] = ("train", "validation")
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +44,14 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 def test_both_splits_are_datasets_of_text_and_path(own_cache: Path) -> None:
     """Bug: a file that `Dataset.from_file` cannot read (Arrow's file format, not its stream), or other columns."""
     for split in SPLITS:
-        rows = Dataset.from_file(str(corpus.arrow_file(split)))
+        rows = Dataset.from_file(str(python_sources.arrow_file(split)))
         assert rows.column_names == ["text", "path"]
         assert all(text.strip() for text in rows["text"])
 
 
 def test_splits_share_no_file_and_have_several(own_cache: Path) -> None:
     """Bug: a split by document, where validation continues training text."""
-    train, validation = (set(Dataset.from_file(str(corpus.arrow_file(split)))["path"]) for split in SPLITS)
+    train, validation = (set(Dataset.from_file(str(python_sources.arrow_file(split)))["path"]) for split in SPLITS)
     assert not train & validation
     assert len(validation) >= 5
     assert len(validation) < len(train) / 10
@@ -62,7 +62,7 @@ def test_every_line_is_in_exactly_one_document(own_cache: Path) -> None:
     """Bug: a lost or repeated line at a cut. Oracle: the file read as text, cut nowhere."""
     parts: dict[str, list[str]] = {}
     for split in SPLITS:
-        for row in rows_of(corpus.arrow_file(split)):
+        for row in rows_of(python_sources.arrow_file(split)):
             parts.setdefault(row["path"], []).append(row["text"])
     root = Path(sysconfig.get_paths()["stdlib"])
     for path, texts in parts.items():
@@ -73,9 +73,9 @@ def test_every_line_is_in_exactly_one_document(own_cache: Path) -> None:
 
 def test_documents_are_about_as_long_as_asked(own_cache: Path) -> None:
     """Bug: slivers at file ends. A cut moves by less than a line, so a part is off by less than two."""
-    for row in rows_of(corpus.arrow_file("validation")):
+    for row in rows_of(python_sources.arrow_file("validation")):
         longest_line = max(len(line) for line in row["text"].split("\n")) + 1
-        assert len(row["text"]) <= corpus.DOCUMENT_CHARS + longest_line
+        assert len(row["text"]) <= python_sources.DOCUMENT_CHARS + longest_line
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_documents_are_about_as_long_as_asked(own_cache: Path) -> None:
 )
 def test_cut_keeps_the_text_and_cuts_after_newlines_only(text: str) -> None:
     """Bug: cuts inside a line, at characters that only Python's `splitlines` takes for line ends, or empty parts."""
-    parts = corpus.cut(text)
+    parts = python_sources.cut(text)
     assert "".join(parts) == text
     assert all(parts)
     assert all(part.endswith("\n") for part in parts[:-1])
@@ -107,37 +107,39 @@ def test_build_is_deterministic_and_skips_what_it_should(tmp_path: Path) -> None
     for root in (forward, backward):
         out = tmp_path / f"{root.name}_out"
         out.mkdir()
-        corpus.build(root, corpus.source_files(root), out)
+        python_sources.build(root, python_sources.source_files(root), out)
     for split in SPLITS:
         one, other = (tmp_path / f"{name}_out" / f"{split}.arrow" for name in ("forward", "backward"))
         assert one.read_bytes() == other.read_bytes()
     rows = [row for split in SPLITS for row in rows_of(tmp_path / "forward_out" / f"{split}.arrow")]
     assert {row["path"] for row in rows} == set(used)
-    assert corpus.cache_key(corpus.source_files(forward)) == corpus.cache_key(corpus.source_files(backward))
+    assert python_sources.cache_key(python_sources.source_files(forward)) == python_sources.cache_key(
+        python_sources.source_files(backward)
+    )
 
 
 def test_other_sources_have_another_cache_key(tmp_path: Path) -> None:
     """Bug: an upgraded interpreter that reads the old corpus."""
     root = write_library(tmp_path, {"a.py": b"a\n", "b.py": b"b\n"})
-    before = corpus.cache_key(corpus.source_files(root))
+    before = python_sources.cache_key(python_sources.source_files(root))
     (root / "b.py").write_bytes(b"bb\n")
-    assert corpus.cache_key(corpus.source_files(root)) != before
+    assert python_sources.cache_key(python_sources.source_files(root)) != before
 
 
 def test_an_interpreter_without_sources_is_explained(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"demo:train has no source files"):
-        corpus.build(tmp_path, corpus.source_files(tmp_path), tmp_path)
+        python_sources.build(tmp_path, python_sources.source_files(tmp_path), tmp_path)
 
 
 def test_an_unknown_split_is_explained(own_cache: Path) -> None:
     with pytest.raises(DataError, match=r"demo:test .*demo:train, demo:validation"):
-        corpus.arrow_file("test")
+        python_sources.arrow_file("test")
 
 
-def _build_and_read(cache: str, ready: Barrier, results: "Queue[dict[corpus.Split, bytes]]") -> None:
+def _build_and_read(cache: str, ready: Barrier, results: "Queue[dict[python_sources.Split, bytes]]") -> None:
     os.environ["NEMO_OPD_CACHE"] = cache
     ready.wait()
-    results.put({split: corpus.arrow_file(split).read_bytes() for split in SPLITS})
+    results.put({split: python_sources.arrow_file(split).read_bytes() for split in SPLITS})
 
 
 @pytest.mark.world
@@ -151,6 +153,6 @@ def test_concurrent_builds_are_complete_and_leave_nothing_behind(tmp_path: Path,
     seen = [results.get(timeout=120) for _ in builders]
     for builder in builders:
         builder.join(timeout=60)
-    expected = {split: corpus.arrow_file(split).read_bytes() for split in SPLITS}
+    expected = {split: python_sources.arrow_file(split).read_bytes() for split in SPLITS}
     assert seen == [expected, expected]
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"train.arrow", "validation.arrow"}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nemo_opd.cluster.local import _World
 from nemo_opd.cluster.placement import Processes
-from nemo_opd.cluster.ray.cluster import RankActor
+from nemo_opd.cluster.ray.ray_cluster import RankActor
 from nemo_opd.distributed import process_group
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nemo_opd.evaluation.likelihoods import Scored, Scorer, answers, batches, read, token_rows
-from nemo_opd.models.head import HiddenStateModel, LogitModel
+from nemo_opd.models.causal_model import HiddenStateModel, LogitModel
 
 
 def model_scorer(model: PreTrainedModel, device: str) -> Scorer:

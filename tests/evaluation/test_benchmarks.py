@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.rollout.base import BatchLimit, Completion, Generator, Request, Sampling
-from nemo_opd.rollout.hf import Sampler, end_ids
+from nemo_opd.rollout.requests import BatchLimit, Completion, Generator, Request, Sampling
+from nemo_opd.rollout.transformers_engine import Sampler, end_ids
 from tests.evaluation.scorer import model_scorer
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")

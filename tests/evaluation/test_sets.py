@@ -9,9 +9,9 @@ import pytest
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import Evaluation, EvaluationConfig
 from nemo_opd.config.reward import FunctionReward, NumericReward
-from nemo_opd.data.record import Prompt
+from nemo_opd.data.row_types import Prompt
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.evaluation.inputs import resolved_sets
+from nemo_opd.evaluation.question_sets import resolved_sets
 from nemo_opd.evaluation.questions import read_questions
 
 ROWS = [

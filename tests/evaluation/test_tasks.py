@@ -10,7 +10,7 @@ import pytest
 
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.config.reward import EnvironmentReward, NumericReward
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.evaluation.estimates import wilson
 from nemo_opd.evaluation.questions import EvaluationResult, all_answers, evaluate_task, shown_answers

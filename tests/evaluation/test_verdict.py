@@ -4,8 +4,8 @@ import pytest
 
 from nemo_opd.evaluation.estimates import ratio_difference
 from nemo_opd.evaluation.verdict import Arm, Setup, compared, judge, teacher_effect
-from nemo_opd.logging.answers import TextBits
-from nemo_opd.logging.base import ClosingRow, ClosingTable
+from nemo_opd.logging.interface import ClosingRow, ClosingTable
+from nemo_opd.logging.scores import TextBits
 
 SIZES = (100, 200, 300, 400)
 SEED = {"run": {"seed": 0}}

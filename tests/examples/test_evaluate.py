@@ -9,11 +9,11 @@ import yaml
 from rich.console import Console
 
 from nemo_opd.cli.settings_verbs import evaluation_recipe, evaluation_settings
+from nemo_opd.config.composition import run_with_hydra, to_yaml
 from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.config.load import run_with_hydra, to_yaml
 from nemo_opd.config.run import validated
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.logging.answers import SampleLog
+from nemo_opd.logging.scores import SampleLog
 from nemo_opd.training.standalone import evaluate
 from tests.composition import CONFIGS, command_line
 from tests.exit_status import exit_status

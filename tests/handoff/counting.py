@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import HandoffError
-from nemo_opd.handoff.base import Handle, Receiver, Sender
+from nemo_opd.handoff.buffer import Handle, Receiver, Sender
 
 TOKENS = count()
 EXPORTED: dict[int, Tensor] = {}

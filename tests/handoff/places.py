@@ -1,7 +1,7 @@
 """Places of ranks on nodes."""
 
 from nemo_opd.distributed.layout import Layout, Place
-from nemo_opd.handoff.plan import LayoutPair
+from nemo_opd.handoff.slices import LayoutPair
 
 
 def filled(num_ranks: int, ranks_per_node: int, first: int = 0) -> tuple[Place, ...]:

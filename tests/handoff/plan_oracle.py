@@ -7,7 +7,7 @@ from math import lcm
 from hypothesis import strategies as st
 
 from nemo_opd.distributed.layout import Layout, Place
-from nemo_opd.handoff.plan import BufferShard, BufferSlice, LayoutPair
+from nemo_opd.handoff.slices import BufferShard, BufferSlice, LayoutPair
 
 Cell = tuple[int, int]
 Buffer = dict[Cell, Cell]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.handoff.base import Receiver
+from nemo_opd.handoff.buffer import Receiver
 from nemo_opd.handoff.outputs import HiddenStatesWindow, HiddenStatesWriter, LogitsWriter, OutputHandle, Window
-from nemo_opd.handoff.plan import LayoutPair, Payload, Readers, planned_readers
+from nemo_opd.handoff.slices import LayoutPair, Payload, Readers, planned_readers
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
 from tests.handoff.counting import CountingReceiver, CountingSender

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nemo_opd.distributed.layout import Layout, Place
-from nemo_opd.handoff.base import Message, Receiver
+from nemo_opd.handoff.buffer import Message, Receiver
 from nemo_opd.handoff.link import Exchange, ExchangePlanner
 from nemo_opd.handoff.outputs import windows
-from nemo_opd.handoff.plan import LayoutPair, Payload, Traffic, planned_traffic
+from nemo_opd.handoff.slices import LayoutPair, Payload, Traffic, planned_traffic
 from tests.handoff.counting import EXPORTED
 from tests.handoff.places import filled
 from tests.handoff.teacher_ranks import (

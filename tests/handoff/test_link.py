@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_opd.cluster.base import Failure
+from nemo_opd.cluster.group import Failure
 from nemo_opd.distributed import process_group
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.errors import HandoffError
 from nemo_opd.handoff import link as link_module
-from nemo_opd.handoff.base import Handle, Message, Receiver
+from nemo_opd.handoff.buffer import Handle, Message, Receiver
 from nemo_opd.handoff.link import Link, Rendezvous, StudentLinks
 from nemo_opd.handoff.transport import TRANSPORTS
 from tests import processes

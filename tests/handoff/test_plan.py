@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.handoff.plan import (
+from nemo_opd.handoff.slices import (
     BufferSlice,
     LayoutPair,
     head_pieces,

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.plan import (
+from nemo_opd.handoff.slices import (
     LayoutPair,
     Payload,
     Readers,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_opd.errors import HandoffError, SenderGoneError
-from nemo_opd.handoff.base import Handle, Receiver
+from nemo_opd.handoff.buffer import Handle, Receiver
 from nemo_opd.handoff.transport import TRANSPORTS
 from tests import processes
 from tests.handoff.owner import content, own, read

@@ -11,7 +11,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff import outputs
 from nemo_opd.handoff.outputs import HiddenStatesWriter, windows
-from nemo_opd.handoff.plan import LayoutPair
+from nemo_opd.handoff.slices import LayoutPair
 from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.logits.sources import PackedLogits, SideBySideLogits
 from tests.handoff.counting import EXPORTED, CountingReceiver, CountingSender

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from nemo_opd.config.run import RunConfig, from_dict
-from nemo_opd.data.record import MESSAGES, TEXT
+from nemo_opd.data.row_types import MESSAGES, TEXT
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.integrations.distillation import Collator, Distillation, read_settings

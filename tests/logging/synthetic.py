@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nemo_opd.logging.base import ClosingRow, ClosingTable, RunSummary, Score, ScoreRow, TeacherSummary
+from nemo_opd.logging.interface import ClosingRow, ClosingTable, RunSummary, Score, ScoreRow, TeacherSummary
 
 
 def summary(output_dir: Path, total_steps: int = 20) -> RunSummary:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nemo_opd.logging.answers import QuestionValues, answer_tables
+from nemo_opd.logging.scores import QuestionValues, answer_tables
 
 ROWS = ("3:a", "5:b", "8:a", "13:c")
 

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from nemo_opd.logging.base import ClosingTable, Score
 from nemo_opd.logging.card import Exported, write_card
+from nemo_opd.logging.interface import ClosingTable, Score
 from nemo_opd.logging.loggers import JsonlLogger
 from nemo_opd.logging.provenance import ModelOrigin, Provenance, read_provenance, write_provenance
 from nemo_opd.models.folder import OwnCard, read_own_card

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from nemo_opd.config.run_fields import Console as ConsoleSettings
-from nemo_opd.logging.base import ClosingTable, Score, ScoreRow, amount, change, clock, figure
 from nemo_opd.logging.console import ConsoleLogger, _Progression
+from nemo_opd.logging.interface import ClosingTable, Score, ScoreRow, amount, change, clock, figure
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_opd.config.run_fields import Logging
 from nemo_opd.errors import ConfigError, DataError, StorageError
-from nemo_opd.logging.base import Logger
+from nemo_opd.logging.interface import Logger
 from nemo_opd.logging.loggers import Loggers, build, read
 from tests.logging.synthetic import CLOSING, record, summary
 

@@ -15,13 +15,13 @@ from matplotlib.figure import Figure
 
 from nemo_opd.errors import DataError
 from nemo_opd.logging import report
-from nemo_opd.logging.answers import SampleLog, ShownAnswer
-from nemo_opd.logging.base import ClosingRow, ClosingTable, Score, ScoreRow
 from nemo_opd.logging.charts import LIGHT, Theme, smooth, write_chart
+from nemo_opd.logging.interface import ClosingRow, ClosingTable, Score, ScoreRow
 from nemo_opd.logging.metrics import shares, step_parts
 from nemo_opd.logging.plots import PLOTS, draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step
 from nemo_opd.logging.records import MovedRow, write_hardware, write_projections
 from nemo_opd.logging.report import write_report
+from nemo_opd.logging.scores import SampleLog, ShownAnswer
 from tests.exit_status import exit_status
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.errors import DataError
-from nemo_opd.logging.answers import SampleLog, ShownAnswer, answers_by_question
 from nemo_opd.logging.report import MAX_OPEN, write_report
+from nemo_opd.logging.scores import SampleLog, ShownAnswer, answers_by_question
 
 ONE = ShownAnswer(
     step=0,

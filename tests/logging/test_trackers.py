@@ -8,7 +8,7 @@ import pytest
 
 from nemo_opd.config.run_fields import Logging, Mlflow
 from nemo_opd.errors import ConfigError
-from nemo_opd.logging.base import Best
+from nemo_opd.logging.interface import Best
 from nemo_opd.logging.loggers import build
 from nemo_opd.logging.trackers import MlflowLogger, allowed_name, artefacts, check_trackers, parameters, results
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary

@@ -28,7 +28,7 @@ from nemo_opd.losses import (
     uld,
 )
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.projection.spelling import byte_order
+from nemo_opd.projection.retokenization import byte_order
 from nemo_opd.types import LossOutput
 
 from . import oracle

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.projection.spelling import byte_order
+from nemo_opd.projection.retokenization import byte_order
 
 from .cases import bytes_of
 

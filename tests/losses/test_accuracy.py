@@ -5,7 +5,7 @@ import torch
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.metrics import merge
-from nemo_opd.losses.metrics import AccuracyRecorder, calibration_error
+from nemo_opd.losses.logit_metrics import AccuracyRecorder, calibration_error
 from nemo_opd.types import Mean, TokenRows
 
 B, S, V = 3, 9, 13

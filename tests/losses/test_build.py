@@ -24,7 +24,7 @@ from nemo_opd.config.loss import (
 from nemo_opd.config.objective import Loss, Objective, PKLLoss, SameVocabLoss
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses import p_kl, same_vocab, sampled_chunk_kl, sampled_kl, tcad
-from nemo_opd.losses.build import ACROSS_TOKENIZERS, LOSSES, NOT_ARGUMENTS, build
+from nemo_opd.losses.term_loss import ACROSS_TOKENIZERS, LOSSES, NOT_ARGUMENTS, build
 from nemo_opd.types import ChunkRows, LossOutput, SampledRows, TeacherRows, TokenRows
 
 from . import cases, oracle

@@ -8,8 +8,8 @@ from torch import Tensor
 from nemo_opd.config.loss import FunctionTerm
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.arguments import chunk_units
-from nemo_opd.losses.build import build
 from nemo_opd.losses.function import chunk_function, token_function
+from nemo_opd.losses.term_loss import build
 from nemo_opd.projection import ProjectionMatrix
 
 from . import oracle

@@ -10,7 +10,7 @@ import torch
 
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.losses import byte_prefix, gold, p_kl, shared_prefix, strict
-from nemo_opd.losses.metrics import STRIDE, with_image_mass
+from nemo_opd.losses.logit_metrics import STRIDE, with_image_mass
 from nemo_opd.types import Mean
 from tests.losses.cases import Batch, identity, random_logits
 

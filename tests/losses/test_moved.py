@@ -9,7 +9,7 @@ from torch import Tensor
 from nemo_opd.config.loss import FunctionTerm, LossTerm, SameVocabTerm, SampledKLTerm, TCADTerm
 from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.logits.sources import AveragedLogits, PackedLogits, places_in_row
-from nemo_opd.losses.build import build
+from nemo_opd.losses.term_loss import build
 from nemo_opd.types import MovedRows, SampledRows, TeacherRows, TokenRows
 
 WIDTH, VOCAB = 12, 11

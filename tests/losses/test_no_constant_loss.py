@@ -13,10 +13,10 @@ import torch
 from pydantic import ValidationError
 
 from nemo_opd import losses
-from nemo_opd.config.base import choices
 from nemo_opd.config.loss import FunctionTerm, LossTerm
+from nemo_opd.config.settings import choices
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.build import ACROSS_TOKENIZERS, LOSSES, NOT_ARGUMENTS
+from nemo_opd.losses.term_loss import ACROSS_TOKENIZERS, LOSSES, NOT_ARGUMENTS
 
 from . import cases
 

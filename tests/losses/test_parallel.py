@@ -25,7 +25,7 @@ from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, TrainableRows
 from nemo_opd.logits.sources import ContextParallelLogits
 from nemo_opd.losses import alm, cross_entropy, gold, h_kl, p_kl, sampled_chunk_kl, sampled_kl, uld
-from nemo_opd.losses.metrics import plan_overlap
+from nemo_opd.losses.logit_metrics import plan_overlap
 from tests.models.world import on_ranks
 from tests.vocab_parallel import vocab_parallel
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_opd.losses import byte_prefix
 from nemo_opd.losses.position_units import compared_positions
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.projection.spelling import byte_order
+from nemo_opd.projection.retokenization import byte_order
 from tests.losses.cases import bytes_of
 from tests.losses.oracle_prefix import matrix
 from tests.reference import positions

@@ -7,7 +7,7 @@ import torch
 
 from nemo_opd.logits import Head, HeadLogits, compute_together
 from nemo_opd.losses import same_vocab
-from nemo_opd.losses.metrics import plan_chunk_overlap, plan_overlap, plan_rollout_statistics
+from nemo_opd.losses.logit_metrics import plan_chunk_overlap, plan_overlap, plan_rollout_statistics
 from nemo_opd.types import SampledRows, TokenRows
 from tests.reference.losses import top
 

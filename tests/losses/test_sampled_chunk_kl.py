@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.config.loss import SampledKLTerm
 from nemo_opd.losses import sampled_chunk_kl, sampled_kl
-from nemo_opd.losses.build import NOT_ARGUMENTS
+from nemo_opd.losses.term_loss import NOT_ARGUMENTS
 from tests.tokenizers_fixture import encode, real_tokenizer
 
 from . import oracle, oracle_prefix

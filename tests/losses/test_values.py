@@ -22,7 +22,7 @@ from nemo_opd.config.loss import (
     TCADTerm,
     ULDTerm,
 )
-from nemo_opd.losses.build import NOT_ARGUMENTS
+from nemo_opd.losses.term_loss import NOT_ARGUMENTS
 from nemo_opd.projection import ProjectionMatrix
 
 from . import oracle

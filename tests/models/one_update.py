@@ -17,7 +17,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh, fsdp_axis
 from nemo_opd.logits.head import HeadLogits
 from nemo_opd.losses.cross_entropy import cross_entropy
-from nemo_opd.models.head import HiddenStateModel, LogitModel
+from nemo_opd.models.causal_model import HiddenStateModel, LogitModel
 from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import VOCABULARY
 from tests.packings import unpadded

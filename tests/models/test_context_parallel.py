@@ -17,7 +17,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh, context_axis
 from nemo_opd.errors import ConfigError, ModelError
 from nemo_opd.losses import cross_entropy
-from nemo_opd.models.head import HiddenStateModel
+from nemo_opd.models.causal_model import HiddenStateModel
 from nemo_opd.models.packed_attention import (
     RingAttention,
     check_context_parallel,

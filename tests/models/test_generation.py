@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from nemo_opd.config.model import Parallelism
 from nemo_opd.distributed.process_group import tensor_axis
+from nemo_opd.models.causal_model import HiddenStateModel
 from nemo_opd.models.generation import generating
-from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.load import load_model
 from nemo_opd.models.packed_attention import RING, use_ring_attention
 from nemo_opd.models.parallelize import checkpoint_activations
-from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
-from nemo_opd.rollout.hf import Sampler
+from nemo_opd.rollout.requests import BatchLimit, Completion, Request, Sampling
+from nemo_opd.rollout.transformers_engine import Sampler
 from tests.models.families import model_of, save
 from tests.models.one_update import USED, cut, train
 from tests.models.world import on_ranks

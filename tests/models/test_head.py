@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from nemo_opd.errors import ModelError
-from nemo_opd.models.head import HiddenStateModel
+from nemo_opd.models.causal_model import HiddenStateModel
 from tests.packings import unpadded
 
 SIZES = {

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nemo_opd.errors import ModelError
-from nemo_opd.models.head import check_head_precision, dtype_before
+from nemo_opd.models.causal_model import check_head_precision, dtype_before
 from tests.models.families import FAMILIES, SIZES
 
 

@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from nemo_opd.models import packed_attention
-from nemo_opd.models.head import HiddenStateModel
+from nemo_opd.models.causal_model import HiddenStateModel
 from nemo_opd.models.packed_attention import is_packable
 from nemo_opd.models.parallelize import checkpoint_activations
 from tests.models.families import FAMILIES, SIZES, VOCABULARY

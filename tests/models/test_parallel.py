@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_opd.checkpoint.state import load_state, save_state
 from nemo_opd.config.model import Parallelism
+from nemo_opd.models.causal_model import LogitModel
 from nemo_opd.models.export import save_pretrained
-from nemo_opd.models.head import LogitModel
 from tests.models.families import MIXED, VOCABULARY, save
 from tests.models.one_update import IDS, MASKS, NORMALIZER, USED, Trained, adamw, cut, train
 from tests.models.world import on_ranks

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import ProjectionMatrix, build_projection
-from nemo_opd.projection.spelling import byte_order
+from nemo_opd.projection.retokenization import byte_order
 from tests.projection.conftest import SMALL
 
 

@@ -10,7 +10,7 @@ from nemo_opd.alignment.roles import pair_special_tokens
 from nemo_opd.alignment.spelling import TEXT
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import ProjectionMatrix, add_multi_token, exact_map
-from nemo_opd.projection.spelling import RawModel
+from nemo_opd.projection.retokenization import RawModel
 from tests.projection.conftest import PAIRS, SMALL
 from tests.tokenizers_fixture import byte_level
 

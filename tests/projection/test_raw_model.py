@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_opd.alignment import pieces_of
-from nemo_opd.projection.spelling import RawModel
+from nemo_opd.projection.retokenization import RawModel
 from tests.tokenizers_fixture import byte_level, encode, real_tokenizer, sentencepiece
 
 

@@ -13,7 +13,7 @@ from nemo_opd.alignment import pieces_of
 from nemo_opd.alignment.roles import paired_roles
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import Audit, ProjectionMatrix, audit, build_projection
-from nemo_opd.projection.report import (
+from nemo_opd.projection.display import (
     KINDS,
     audit_lines,
     audit_table,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.row_types import Prompt, Rollout
 
 
 def rollout(

@@ -10,9 +10,9 @@ import pytest
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.config.reward import CodeReward
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.evaluation.inputs import build_set_reward, resolved_sets
+from nemo_opd.evaluation.question_sets import build_set_reward, resolved_sets
 from nemo_opd.evaluation.questions import read_questions
 from nemo_opd.rewards import RewardFunction, build_reward, check_answer
 from nemo_opd.rewards.code import last_block, program_of

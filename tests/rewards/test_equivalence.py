@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from nemo_opd.cluster.ray.services import has_ended
-from nemo_opd.config.base import YEAR_S
+from nemo_opd.config.settings import YEAR_S
 from nemo_opd.errors import RolloutError
 from nemo_opd.rewards import math as equivalence_module
 from nemo_opd.rewards.math import MANY, Equivalence

@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_opd.config.reward import Extraction, Reward
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.errors import ConfigError, DataError, RolloutError
 from nemo_opd.rewards import build_reward, check_answers
 from nemo_opd.rewards.extraction import build_extractor

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_opd.config.base import YEAR_S
 from nemo_opd.config.reward import Reward, SourceReward, WeightedReward
-from nemo_opd.data.record import Prompt
+from nemo_opd.config.settings import YEAR_S
+from nemo_opd.data.row_types import Prompt
 from nemo_opd.errors import ConfigError, DataError, RolloutError
 from nemo_opd.rewards import build_reward, check_answer, check_answers
-from nemo_opd.rewards.build import REWARDS
+from nemo_opd.rewards.configured import REWARDS
 from tests.rewards.rollouts import rollout
 
 mine = types.ModuleType("rewards_of_a_test")

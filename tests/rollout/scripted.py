@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_opd.data.record import FinishReason, Prompt
-from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.data.row_types import FinishReason, Prompt
+from nemo_opd.rollout.requests import Completion, Request, Sampling
 
 
 class Scripted:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_opd.data.record import Prompt
+from nemo_opd.data.row_types import Prompt
 from nemo_opd.rollout.environment import Calculator, evaluated, has_answer, number_text, result_of
 
 NUMBERS = st.one_of(st.integers(0, 999).map(str), st.decimals(0, 99, places=2).map(str))

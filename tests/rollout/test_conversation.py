@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.data.record import Message, Prompt
+from nemo_opd.data.row_types import Message, Prompt
 from nemo_opd.errors import AlignmentError, DataError, RolloutError
 from nemo_opd.rollout.conversation import ConversationRenderer
 from tests.rollout.scripted import asking, encoded

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from nemo_opd.config.rollout import CalculatorEnvironment, FunctionEnvironment
 from nemo_opd.config.rollout import Environment as Settings
-from nemo_opd.data.record import Message, Prompt
+from nemo_opd.data.row_types import Message, Prompt
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rollout.environment import (
     ENVIRONMENTS,

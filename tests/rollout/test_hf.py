@@ -20,8 +20,8 @@ from transformers import (
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, ModelError, RolloutError
-from nemo_opd.rollout.base import BatchLimit, Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.hf import Sampler, end_ids, for_model
+from nemo_opd.rollout.requests import BatchLimit, Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.transformers_engine import Sampler, end_ids, for_model
 from tests.models.families import VOCABULARY, model_of
 from tests.rollout.contract import EngineContract, Folders, Subject, requests, same, save_folders
 from tests.tokenizers_fixture import byte_level

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from nemo_opd.rollout.base import Sampling
-from nemo_opd.rollout.hf import InverseCDF, inverse_cdf, uniforms
+from nemo_opd.rollout.requests import Sampling
+from nemo_opd.rollout.transformers_engine import InverseCDF, inverse_cdf, uniforms
 
 VOCABULARY, COLUMNS = 37, 40
 IDS = torch.zeros(1, 1, dtype=torch.int64)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from nemo_opd.data.record import Prompt
+from nemo_opd.data.row_types import Prompt
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.rollout.collect import drop_long
 from nemo_opd.rollout.renderer import TextRenderer

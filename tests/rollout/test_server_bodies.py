@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Completion, Request
+from nemo_opd.rollout.requests import Completion, Request
 from nemo_opd.rollout.server.client import Client, Http, RequestContext
-from nemo_opd.rollout.server.program import openai_models
+from nemo_opd.rollout.server.server_process import openai_models
 from nemo_opd.rollout.server.vllm import VLLM
 
 Answers = Callable[[socket.socket], None]

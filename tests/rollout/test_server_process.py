@@ -16,11 +16,11 @@ from nemo_opd.cli import settings_verbs
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import EngineSpec, Request, Sampling
+from nemo_opd.rollout.requests import EngineSpec, Request, Sampling
 from nemo_opd.rollout.server import guard
 from nemo_opd.rollout.server.client import Http
 from nemo_opd.rollout.server.engine import ServerEngine
-from nemo_opd.rollout.server.program import cause
+from nemo_opd.rollout.server.server_process import cause
 from tests.rollout import fake_server
 from tests.waiting import wait_until
 
@@ -189,7 +189,7 @@ def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from nemo_opd.rollout.server.program import ServerProcess\n"
+        "import sys, time; from pathlib import Path; from nemo_opd.rollout.server.server_process import ServerProcess\n"
         "_, folder, *command = sys.argv; path = Path(folder); (path / 'temporary').mkdir()\n"
         f"environment = {{'FAKE': 'has children', {MARK!r}: folder}}\n"
         "server = ServerProcess(command, environment, path / 'server.log', path / 'temporary')\n"

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from nemo_opd.alignment import ChatRenderer
-from nemo_opd.data.record import Prompt
-from nemo_opd.rollout.base import BatchLimit, Request, Sampling
+from nemo_opd.data.row_types import Prompt
 from nemo_opd.rollout.conversation import ConversationRenderer
-from nemo_opd.rollout.hf import Sampler, end_ids
+from nemo_opd.rollout.requests import BatchLimit, Request, Sampling
+from nemo_opd.rollout.transformers_engine import Sampler, end_ids
 from tests.alignment.chat_fixture import with_template
 from tests.alignment.chat_templates import PLAIN, TEMPLATES, TOOL, chat_tokenizer
 

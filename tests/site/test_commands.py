@@ -13,7 +13,7 @@ import pytest
 from nemo_opd.cli.init import TEMPLATES
 from nemo_opd.cli.main import PROGRAM, _find
 from nemo_opd.cli.settings_verbs import SettingsCommand
-from nemo_opd.config.load import compose_settings
+from nemo_opd.config.composition import compose_settings
 from tests.composition import CONFIGS
 from tests.site.pages import PAGES, ROOT, blocks
 

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_opd import errors
 from nemo_opd.config import RunConfig
-from nemo_opd.config.load import compose_settings
+from nemo_opd.config.composition import compose_settings
 from nemo_opd.errors import OPDError
 from nemo_opd.preflight.inputs import check_inputs
 from tests.composition import CONFIGS, DEMO

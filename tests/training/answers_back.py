@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nemo_opd.data.record import Message, Prompt
+from nemo_opd.data.row_types import Message, Prompt
 from nemo_opd.rollout.environment import EnvironmentStep
 
 

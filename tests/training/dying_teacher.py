@@ -10,7 +10,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.training import groups
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
+from nemo_opd.workers.teacher_worker import TeacherOutput, TeacherWorker
 from tests.training.faulty_rank import die
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

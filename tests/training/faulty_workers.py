@@ -15,8 +15,8 @@ from nemo_opd.training import groups
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import Metric, TokenRows
 from nemo_opd.workers.step import StudentStep
-from nemo_opd.workers.student import StudentWorker
-from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
+from nemo_opd.workers.student_worker import StudentWorker
+from nemo_opd.workers.teacher_worker import TeacherOutput, TeacherWorker
 from tests.training.launch import MARK, hanging
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

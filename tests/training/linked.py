@@ -3,11 +3,11 @@
 import torch
 import torch.distributed as dist
 
-from nemo_opd.handoff.base import Handle, Message
+from nemo_opd.handoff.buffer import Handle, Message
 from nemo_opd.handoff.link import Link, Rendezvous, StudentLinks
 from nemo_opd.handoff.outputs import HiddenStatesHandle, HiddenStatesWindow, HiddenStatesWriter
-from nemo_opd.handoff.plan import Readers
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from nemo_opd.handoff.slices import Readers
 from nemo_opd.logits.head import Head, HeadLogits
 from tests.packings import packing_of
 from tests.training.faulty_rank import die

@@ -16,7 +16,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.preflight.memory import Machine, MemoryEstimate, MemoryInputs, ModelSetup
 from nemo_opd.preflight.memory_choices import memory_report
 from nemo_opd.preflight.model_info import model_size
-from nemo_opd.rollout.base import Request
+from nemo_opd.rollout.requests import Request
 from tests.tiny import Tiny
 
 BATCH = ("train.global_batch_size=96", "train.max_length=100", "rollout.max_new_tokens=30", "train.micro_batch_size=1")

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
+from nemo_opd.cluster.ray.ray_cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ClusterError
 from nemo_opd.handoff.outputs import windows
-from nemo_opd.handoff.plan import LayoutPair, Readers, Traffic
+from nemo_opd.handoff.slices import LayoutPair, Readers, Traffic
 from nemo_opd.logging.loggers import read
 from nemo_opd.preflight.plan import Delivery
 from nemo_opd.training.groups import Links

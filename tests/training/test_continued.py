@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_opd.logging.answers import SampleLog
+from nemo_opd.logging.scores import SampleLog
 from tests.tiny import Tiny
 from tests.training.launch import run_here
 

@@ -12,7 +12,7 @@ from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.plan import Traffic
+from nemo_opd.handoff.slices import Traffic
 from nemo_opd.preflight import delivery as transfers
 from nemo_opd.preflight import ranks as module
 from nemo_opd.preflight.delivery import mapped_devices, settle_transport

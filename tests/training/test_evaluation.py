@@ -12,10 +12,10 @@ from rich.console import Console
 
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.run import validated
-from nemo_opd.data.record import Rollout
+from nemo_opd.data.row_types import Rollout
 from nemo_opd.errors import RolloutError
-from nemo_opd.logging.answers import SampleLog, ShownAnswer
 from nemo_opd.logging.loggers import read
+from nemo_opd.logging.scores import SampleLog, ShownAnswer
 from nemo_opd.training.standalone import evaluate
 from tests.tiny import Tiny
 from tests.training.launch import run_here

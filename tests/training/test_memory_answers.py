@@ -9,8 +9,8 @@ import pytest
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.preflight.memory import SAMPLING, Memory, MemoryInputs, Phase, estimate
-from nemo_opd.rollout.base import Sampling, SamplingBatch, teacher_batch
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.rollout.requests import Sampling, SamplingBatch, teacher_batch
+from nemo_opd.workers.teacher_worker import TeacherWorker
 from tests.composition import compose
 from tests.models.world import as_rank
 from tests.tiny import Tiny

@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.handoff.base import Sender
+from nemo_opd.handoff.buffer import Sender
 from nemo_opd.handoff.outputs import HiddenStatesWriter, LogitsWriter, windows
-from nemo_opd.handoff.plan import LayoutPair, Readers
+from nemo_opd.handoff.slices import LayoutPair, Readers
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.preflight.memory import Machine, MemoryInputs, ModelSetup, Phase, estimate

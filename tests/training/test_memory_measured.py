@@ -19,8 +19,8 @@ from nemo_opd.preflight.memory import TRAINING, Phase
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.step import StudentStep
-from nemo_opd.workers.student import StudentWorker
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.workers.student_worker import StudentWorker
+from nemo_opd.workers.teacher_worker import TeacherWorker
 from tests.tiny import SENTENCES, Tiny
 from tests.training.live_bytes import LiveBytes
 from tests.workers.local import first_batches, on_ranks_of, opened, plan_of, train_step

@@ -18,8 +18,8 @@ from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.preflight.memory import Machine, Memory, MemoryEstimate, ModelSetup, Phase, Rank, estimate
 from nemo_opd.preflight.memory_choices import server_share
 from nemo_opd.preflight.model_info import model_size
-from nemo_opd.rollout.base import Request, Sampling, SamplingBatch, student_batch
-from nemo_opd.workers.student import StudentWorker
+from nemo_opd.rollout.requests import Request, Sampling, SamplingBatch, student_batch
+from nemo_opd.workers.student_worker import StudentWorker
 from tests.composition import compose
 from tests.models.world import as_rank
 from tests.tiny import Tiny

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_opd.config.load import from_yaml
-from nemo_opd.logging.answers import SampleLog, ShownAnswer
+from nemo_opd.config.composition import from_yaml
 from nemo_opd.logging.loggers import read
+from nemo_opd.logging.scores import SampleLog, ShownAnswer
 from nemo_opd.training.on_policy import distil
 from tests.training.launch import ROOT, Run, start
 

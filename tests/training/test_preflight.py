@@ -41,7 +41,7 @@ from nemo_opd.preflight.ranks import require_batch_divides, reserved_gpus, resol
 from nemo_opd.preflight.summary import run_summary
 from nemo_opd.preflight.teachers import require_same_tokenizer
 from nemo_opd.preflight.warnings import check_positions, require_room_to_sample, warn_of_student_as_teacher
-from nemo_opd.rollout.server.program import server_gpus
+from nemo_opd.rollout.server.server_process import server_gpus
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.training.off_policy import distil
 from tests.composition import compose, nothing_is_created

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from nemo_opd.cli.main import ENDED_EARLY
 from nemo_opd.config.cluster import Cluster
-from nemo_opd.config.load import from_yaml
+from nemo_opd.config.composition import from_yaml
 from nemo_opd.config.run_fields import Logging
 from nemo_opd.logging.loggers import read
 from nemo_opd.training.off_policy import distil

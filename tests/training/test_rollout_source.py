@@ -10,7 +10,7 @@ import torch
 
 from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.data.order import BatchOrder
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 from nemo_opd.errors import CheckpointError, RolloutError
 from nemo_opd.losses.arguments import label_mask, sampled_mask

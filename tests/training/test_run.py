@@ -9,7 +9,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_opd.config.load import from_yaml
+from nemo_opd.config.composition import from_yaml
 from nemo_opd.logging import report
 from nemo_opd.logging.plots import PLOTS
 from tests.tiny import Tiny

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_opd.errors import AlignmentError, DataError, OPDError
-from nemo_opd.logging.answers import QuestionValues
-from nemo_opd.logging.base import Score
+from nemo_opd.logging.interface import Score
+from nemo_opd.logging.scores import QuestionValues
 from nemo_opd.preflight.plan import preflight
 from nemo_opd.preflight.prompts import LoadedSet
 from nemo_opd.training.closing import scores

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.config.load import compose, from_yaml
+from nemo_opd.config.composition import compose, from_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.loggers import read
 from nemo_opd.preflight.teachers import settle_tokenizers

@@ -10,7 +10,7 @@ from rich.console import Console
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.run import validated
 from nemo_opd.errors import ConfigError
-from nemo_opd.logging.answers import SampleLog
+from nemo_opd.logging.scores import SampleLog
 from nemo_opd.training.standalone import drive
 from tests.workers.local import in_world
 

@@ -9,7 +9,7 @@ from nemo_opd.cluster.batch_grid import BatchGrid
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.training.models import only_answered
 from nemo_opd.types import Batch, ChunkRows, MovedRows, TeacherRows, TokenRows
-from nemo_opd.workers.teacher import TeacherOutput
+from nemo_opd.workers.teacher_worker import TeacherOutput
 
 S, T = 5, 6
 

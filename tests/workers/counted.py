@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.distributed import process_group
-from nemo_opd.handoff.base import Receiver, Sender
+from nemo_opd.handoff.buffer import Receiver, Sender
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.training.models import Models
 from nemo_opd.types import Batch

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from nemo_opd.cluster.base import Group
+from nemo_opd.cluster.group import Group
 from nemo_opd.cluster.local import LocalCluster, release, serve
 from nemo_opd.cluster.placement import Placement, Processes
 from nemo_opd.config.cluster import Cluster
@@ -28,8 +28,8 @@ from nemo_opd.training.models import Models
 from nemo_opd.training.step_metrics import KDScale
 from nemo_opd.types import Batch, Metric
 from nemo_opd.workers.step import PHASE, POSITIONS, StudentStep
-from nemo_opd.workers.student import StudentWorker
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.workers.student_worker import StudentWorker
+from nemo_opd.workers.teacher_worker import TeacherWorker
 from tests import costs, processes
 from tests.composition import DEMO, compose
 

@@ -8,12 +8,12 @@ import numpy as np
 
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.collate import collate
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import Prompts
-from nemo_opd.rollout import hf
-from nemo_opd.rollout.base import EngineSpec, Sampling
+from nemo_opd.rollout import transformers_engine
 from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.requests import EngineSpec, Sampling
 from nemo_opd.training.batches import with_rollouts
 from nemo_opd.types import Batch
 from tests.tiny import Tiny
@@ -121,7 +121,7 @@ def sampled_rollouts(plan: Plan, prompts: list[Prompt], seed: int) -> list[Rollo
     assert isinstance(data, Prompts)
     spec = EngineSpec(plan.student_vocab_size, data.student.end_ids, "float32", Path())
     sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
-    with hf.for_model(HFRollout(batch_size=8), spec, plan.config.student.model, "cpu") as engine:
+    with transformers_engine.for_model(HFRollout(batch_size=8), spec, plan.config.student.model, "cpu") as engine:
         collector = Collector(
             engine, data.student.renderer, sampling=sampling, max_new_tokens=11, max_length=40, seed=seed
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nemo_opd.logits.head import HeadLogits
 from nemo_opd.logits.sources import Packing
-from nemo_opd.models.head import HiddenStateModel
+from nemo_opd.models.causal_model import HiddenStateModel
 from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError, ProjectionError, WorkerError
 from nemo_opd.losses.learned_projection import learnable_rows
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.workers.student import StudentWorker
 from nemo_opd.workers.student_model import PROJECTIONS
+from nemo_opd.workers.student_worker import StudentWorker
 from tests.composition import compose
 from tests.tiny import Tiny
 from tests.workers.local import (

@@ -20,7 +20,7 @@ from nemo_opd.config.model import Lora
 from nemo_opd.distributed.collectives import gathered
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import Batch
-from nemo_opd.workers.student import StudentWorker
+from nemo_opd.workers.student_worker import StudentWorker
 from tests.reference import trainer
 from tests.tiny import Tiny
 from tests.workers.local import (

@@ -17,7 +17,7 @@ from nemo_opd.checkpoint.convert import to_hugging_face
 from nemo_opd.distributed.collectives import gathered
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import Batch
-from nemo_opd.workers.student import StudentWorker
+from nemo_opd.workers.student_worker import StudentWorker
 from tests.tiny import Tiny
 from tests.workers import on_policy
 from tests.workers.local import (

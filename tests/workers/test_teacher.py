@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.handoff.outputs import HiddenStatesHandle, OutputHandle, windows
-from nemo_opd.handoff.plan import LayoutPair
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver
+from nemo_opd.handoff.slices import LayoutPair
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.sources import PackedLogits
 from nemo_opd.preflight.plan import Plan
-from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
+from nemo_opd.rollout.requests import BatchLimit, Completion, Request, Sampling
 from nemo_opd.training.groups import column_order
 from nemo_opd.types import Batch, TokenRows
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.workers.teacher_worker import TeacherWorker
 from tests.tiny import Tiny
 from tests.workers.local import first_batches, in_world, on_ranks_of, opened, plan_of, rank_zero
 

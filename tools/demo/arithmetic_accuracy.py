@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_opd.demo.questions import Sum
+from nemo_opd.demo.arithmetic_questions import Sum
 
 MAX_NEW_TOKENS = 40
 """A response is at most 30 tokens of the student and 33 of the cross teacher, with the end token."""

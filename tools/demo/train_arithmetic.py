@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from training import IGNORED, Budget, Examples, build_model, fit, save
 from transformers.utils.logging import disable_progress_bar
 
-from nemo_opd.demo.questions import OPERANDS, Column, Sum, response_of, split_of, sums
+from nemo_opd.demo.arithmetic_questions import OPERANDS, Column, Sum, response_of, split_of, sums
 
 
 @dataclass(frozen=True)

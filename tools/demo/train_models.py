@@ -29,7 +29,7 @@ from rich.table import Table
 from training import Budget, save, train
 from transformers.utils.logging import disable_progress_bar
 
-from nemo_opd.demo.corpus import arrow_file
+from nemo_opd.demo.python_sources import arrow_file
 
 NICENESS = 5
 WORKERS = 2

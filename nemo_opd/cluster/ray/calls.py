@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from torch.distributed import Store
 
-from nemo_opd.cluster.base import CONTINUE, Call, Failure, PeerError
+from nemo_opd.cluster.group import CONTINUE, Call, Failure, PeerError
 from nemo_opd.cluster.ray.services import Services
 from nemo_opd.errors import ClusterError, WorkerError
 from nemo_opd.progress import Work, announced, current

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from ray._private import services as ray_services
 
-from nemo_opd.cluster.base import CONTINUE
+from nemo_opd.cluster.group import CONTINUE
 from nemo_opd.config.secrets import is_secret_name
 from nemo_opd.errors import ClusterError
 

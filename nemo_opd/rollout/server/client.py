@@ -15,10 +15,10 @@ import numpy as np
 from httpx2 import AsyncClient, AsyncHTTPTransport, HTTPError, Limits, create_ssl_context
 from numpy.typing import NDArray
 
-from nemo_opd.data.record import FinishReason
+from nemo_opd.data.row_types import FinishReason
 from nemo_opd.errors import OPDError, RolloutError
 from nemo_opd.progress import working
-from nemo_opd.rollout.base import Completion, Request
+from nemo_opd.rollout.requests import Completion, Request
 from nemo_opd.users_code import is_finite, shown
 
 MAX_BYTES = 1 << 27

@@ -21,7 +21,7 @@ from nemo_opd.errors import RolloutError
 from nemo_opd.files import open_unlinked, storage_errors
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.models.adapter_folder import resolve
-from nemo_opd.rollout.base import (
+from nemo_opd.rollout.requests import (
     Completion,
     Engine,
     EngineSpec,
@@ -32,7 +32,7 @@ from nemo_opd.rollout.base import (
     check_lengths,
 )
 from nemo_opd.rollout.server.client import ROUNDING, Client, Http, RequestContext, checked_logprobs
-from nemo_opd.rollout.server.program import (
+from nemo_opd.rollout.server.server_process import (
     HOST,
     NAME,
     ModelFolder,

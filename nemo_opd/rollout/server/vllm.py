@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.models.folder import safetensors_files
-from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.requests import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server.client import Answer, Http, RequestContext
-from nemo_opd.rollout.server.program import NAME, Json, Program, short_seed
+from nemo_opd.rollout.server.server_process import NAME, Json, Program, short_seed
 
 _EXTENSION_FOLDER = Path(__file__).parent / "vllm_extension"
 _EXTENSION = "nemo_opd_weights.Extension"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nemo_opd.cli.command import fail
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
+from nemo_opd.cluster.ray.ray_cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.errors import OPDError
 from nemo_opd.training.interrupt import Interrupt, interruptible

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.cluster.ray import ray_session
-from nemo_opd.cluster.ray.cluster import RayCluster
+from nemo_opd.cluster.ray.ray_cluster import RayCluster
 from nemo_opd.cluster.ray.ray_session import STARTS
 from nemo_opd.cluster.ray.services import has_ended
 from nemo_opd.config.cluster import Cluster

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
+from nemo_opd.cluster.ray.ray_cluster import RayCluster, RayGroup
 from nemo_opd.cluster.ray.ray_session import VARIABLES
 from nemo_opd.config.cluster import Cluster
 from tests.cluster.toy import Toy

@@ -12,10 +12,9 @@ from ray.exceptions import RpcError
 
 from nemo_opd import progress
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.ray import cluster as ray_cluster
-from nemo_opd.cluster.ray import ray_session
+from nemo_opd.cluster.ray import ray_cluster, ray_session
 from nemo_opd.cluster.ray.calls import gather
-from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
+from nemo_opd.cluster.ray.ray_cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.errors import ClusterError, WorkerError
 from nemo_opd.progress import current

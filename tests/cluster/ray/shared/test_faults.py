@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
+from nemo_opd.cluster.ray.ray_cluster import RayCluster, RayGroup
 from nemo_opd.errors import ClusterError, WorkerError
 from tests.cluster.ray.shared.conftest import TWO_GROUPS
 from tests.training.faulty_rank import Faulty

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 
-from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
+from nemo_opd.cluster.ray.ray_cluster import RayCluster, RayGroup
 from nemo_opd.cluster.ray.ray_session import MODE, TOKEN, TOKEN_PATH, VARIABLES
 
 pytestmark = pytest.mark.ray

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_opd.cluster.base import Call, Cluster, Failure, Group, Rank
+from nemo_opd.cluster.group import Call, Cluster, Failure, Group, Rank
 from nemo_opd.cluster.placement import Placement, Places, num_cores
 from nemo_opd.cluster.ray.calls import ANSWER_S, ProgressMonitor, ProgressReporter, RayCall, gather
 from nemo_opd.cluster.ray.ray_session import LOOPBACK, RaySession

@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 from pydantic import TypeAdapter
 
 from nemo_opd.files import open_unlinked, read_data, storage_errors, write_atomically
-from nemo_opd.logging.base import is_mean, is_share, share
+from nemo_opd.logging.interface import is_mean, is_share, share
 from nemo_opd.logging.loggers import parse_lines
 from nemo_opd.logging.records import NOTHING, TextTable, by_size
 

@@ -15,7 +15,7 @@ from nemo_opd.alignment import ChatTokens, LocatedTokens, RenderedChat, align_ch
 from nemo_opd.alignment.chat_template import content_text, learned_messages, plain_messages
 from nemo_opd.data.context import Content, PrivilegedPrompt, align_after, verbatim
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer, locate_beginning, locate_up_to
-from nemo_opd.data.record import MESSAGES, TOOLS, Conversation, Document, Message, parsed, read_rows
+from nemo_opd.data.row_types import MESSAGES, TOOLS, Conversation, Document, Message, parsed, read_rows
 from nemo_opd.data.samples import (
     SameTokenizer,
     Sample,

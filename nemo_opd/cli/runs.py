@@ -13,7 +13,7 @@ from rich.console import Console
 
 from nemo_opd.cli.command import Command, add_output_options, output_of, print_plain
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.logging.base import change, score
+from nemo_opd.logging.interface import change, score
 from nemo_opd.logging.terminal import VisibleConsole, print_line, print_warning, visible
 
 if TYPE_CHECKING:

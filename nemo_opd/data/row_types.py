@@ -30,7 +30,7 @@ TEACHER = "teacher"
 ANSWER = "answer"
 RESPONSE = "response"
 DOMAIN = "domain"
-"""Our column names in a dataset from `sources.load_documents`, whatever the user's names are. Only prompts have answers
+"""Our column names in a dataset from `documents.load_documents`, whatever the user's names are. Only prompts have answers
 and responses; only validation texts have domains.
 """
 FIELD = "field."

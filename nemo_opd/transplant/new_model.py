@@ -24,14 +24,14 @@ from nemo_opd.checkpoint.convert import new_folder, require_unused
 from nemo_opd.errors import ModelError
 from nemo_opd.evaluation.likelihoods import mean_bits_per_byte, same_texts
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.base import share
 from nemo_opd.logging.card import CARD, hub_name
+from nemo_opd.logging.interface import share
 from nemo_opd.logging.report import render
 from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.folder import read_own_card, read_template
 from nemo_opd.models.load import build_on_meta, compute_dtype, load_config, load_model, load_tokenizer
 from nemo_opd.models.stored_weights import check_weights
-from nemo_opd.rollout.hf import chosen_device, max_positions
+from nemo_opd.rollout.transformers_engine import chosen_device, max_positions
 from nemo_opd.transplant.matrices import (
     EXACT,
     ROLE,

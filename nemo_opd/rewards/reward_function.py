@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_opd.data.record import Rollout
+from nemo_opd.data.row_types import Rollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.progress import tracked
 from nemo_opd.types import Closing

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from nemo_opd.config.base import choices, require_lines
 from nemo_opd.config.loss import (
     BytePrefixTerm,
     DivergenceKind,
@@ -21,6 +20,7 @@ from nemo_opd.config.loss import (
     TCADTerm,
 )
 from nemo_opd.config.objective import Objective
+from nemo_opd.config.settings import choices, require_lines
 from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
@@ -297,5 +297,5 @@ ACROSS_TOKENIZERS = LOSSES | {
 }
 """Losses for teachers with another tokenizer."""
 _TYPES = [str(term.model_fields["type"].default) for term in choices(LossTerm)]
-require_lines(_TYPES, LOSSES, "LOSSES in nemo_opd/losses/build.py")
+require_lines(_TYPES, LOSSES, "LOSSES in nemo_opd/losses/term_loss.py")
 require_lines(get_args(DivergenceKind), DIVERGENCES, "DIVERGENCES in nemo_opd/losses/divergence.py")

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from safetensors import SafetensorError
 
-from nemo_opd.data.record import Document
+from nemo_opd.data.row_types import Document
 from nemo_opd.data.samples import Maker, Sample, decoded, encoded
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import cache_dir

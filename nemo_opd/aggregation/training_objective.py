@@ -21,12 +21,12 @@ from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, logit_rows
 from nemo_opd.logits.sources import AveragedLogits
 from nemo_opd.losses.arguments import count_label_tokens, label_mask, sampled_mask
-from nemo_opd.losses.build import TermLoss, build
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.learned_projection import LearnedProjection
-from nemo_opd.losses.metrics import plan_rollout_statistics, teacher_images, with_image_mass
+from nemo_opd.losses.logit_metrics import plan_rollout_statistics, teacher_images, with_image_mass
 from nemo_opd.losses.policy_gradient import grpo
 from nemo_opd.losses.position_targets import POSITION_KINDS, position_kinds
+from nemo_opd.losses.term_loss import TermLoss, build
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch, Mean, Metric, Normalizers, SampledRows, TeacherRows, TokenRows
 

@@ -9,7 +9,7 @@ from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import EvaluationConfig, Questions, QuestionSet, QuestionSets, QuestionSource
 from nemo_opd.config.reward import Reward, calls_users_code
 from nemo_opd.data.columns import Layout, chat_layout, text_layout
-from nemo_opd.data.record import Prompt, answer_text
+from nemo_opd.data.row_types import Prompt, answer_text
 from nemo_opd.data.source_files import require_suitable
 from nemo_opd.demo import is_demo
 from nemo_opd.errors import ConfigError, run_all

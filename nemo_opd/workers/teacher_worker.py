@@ -19,15 +19,15 @@ from nemo_opd.config.objective import Score
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.transfer import to_device
 from nemo_opd.errors import EndpointError
-from nemo_opd.handoff.base import Message
+from nemo_opd.handoff.buffer import Message
 from nemo_opd.handoff.link import Link, Rendezvous
 from nemo_opd.handoff.outputs import HiddenStatesWriter, LogitsWriter, NewSender, OutputHandle, SparseWriter
-from nemo_opd.handoff.plan import ONE_READER, Readers
+from nemo_opd.handoff.slices import ONE_READER, Readers
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import LogitRows, SparseLayout, SparseLogits
 from nemo_opd.logits.sources import Packing
-from nemo_opd.models.head import LogitModel, ReadingModel
+from nemo_opd.models.causal_model import LogitModel, ReadingModel
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.models.stored_output import StoredHiddenStates, StoredTopK, served_layout, stored_output
 from nemo_opd.served.answers import EndpointAnswers

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.sampling_checks import longest_prompt
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
-from nemo_opd.data.record import FinishReason
+from nemo_opd.data.row_types import FinishReason
 from nemo_opd.errors import RolloutError
 
 if TYPE_CHECKING:

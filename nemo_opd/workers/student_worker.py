@@ -22,7 +22,7 @@ from nemo_opd.distributed.process_group import build_mesh, fsdp_axis
 from nemo_opd.distributed.transfer import to_device
 from nemo_opd.evaluation import likelihoods
 from nemo_opd.evaluation.validation import TokenLosses, joined_losses
-from nemo_opd.handoff.base import Handle
+from nemo_opd.handoff.buffer import Handle
 from nemo_opd.handoff.link import StudentLinks
 from nemo_opd.handoff.outputs import Window
 from nemo_opd.handoff.shared_memory import FileDescriptor
@@ -33,11 +33,11 @@ from nemo_opd.logits import blockwise
 from nemo_opd.logits.planned import PlannedLoss, UnitLossRecorder, compute_together
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.sources import Packing
-from nemo_opd.losses.metrics import AccuracyRecorder, plan_bits_per_byte
-from nemo_opd.models.head import reading_model
+from nemo_opd.losses.logit_metrics import AccuracyRecorder, plan_bits_per_byte
+from nemo_opd.models.causal_model import reading_model
 from nemo_opd.models.parallelize import free_gathered, sharded_units
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
+from nemo_opd.rollout.requests import BatchLimit, Completion, Request, Sampling
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum, TokenRows
 from nemo_opd.workers.average import OwnTeachers

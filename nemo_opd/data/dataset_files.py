@@ -20,7 +20,7 @@ import pyarrow as pa
 from nemo_opd.data.column_checks import require_columns
 from nemo_opd.data.columns import Layout
 from nemo_opd.data.lines import Origin, RowError, column_types, json_rows, of_lines
-from nemo_opd.data.record import MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS, answer_text
+from nemo_opd.data.row_types import MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS, answer_text
 from nemo_opd.data.source_files import await_turn, elsewhere, json_schema, plain, reading, summarize, writing
 from nemo_opd.errors import DataError
 from nemo_opd.files import require_room

@@ -21,13 +21,13 @@ import yaml
 from datasets.table import ConcatenationTable, MemoryMappedTable, Table
 from huggingface_hub import HfApi
 
-from nemo_opd.config.base import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.config.secrets import leaves
-from nemo_opd.data.chat import require_conversations
+from nemo_opd.config.settings import require_lines
 from nemo_opd.data.column_checks import require_columns, require_content
 from nemo_opd.data.columns import Layout
-from nemo_opd.data.convert import (
+from nemo_opd.data.conversations import require_conversations
+from nemo_opd.data.dataset_files import (
     Read,
     columns_in,
     convert,
@@ -40,7 +40,7 @@ from nemo_opd.data.convert import (
     selected,
 )
 from nemo_opd.data.lines import Origin, no_utf8, of_rows, of_source
-from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
+from nemo_opd.data.row_types import OTHER, TEXT, Columns, holds_conversations, is_field
 from nemo_opd.data.source_files import (
     arrow_schema,
     is_encoded,
@@ -261,7 +261,7 @@ READERS: dict[str, Callable[[list[Path], Layout, str], Read]] = {
     "jsonl_files": read_jsonl,
     "text_files": _read_text,
 }
-require_lines(Source.model_fields, {*READERS, "hub"}, "READERS in nemo_opd/data/sources.py")
+require_lines(Source.model_fields, {*READERS, "hub"}, "READERS in nemo_opd/data/documents.py")
 
 
 @dataclass

@@ -26,7 +26,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from nemo_opd.config.base import Settings
 from nemo_opd.config.command_line import (
     INLINE,
     CommandLine,
@@ -41,6 +40,7 @@ from nemo_opd.config.other_trainers import translate
 from nemo_opd.config.reference import help_text
 from nemo_opd.config.run import RunConfig, S, from_dict, validated
 from nemo_opd.config.secrets import has_references, leaves, remember, require_values, shown_config
+from nemo_opd.config.settings import Settings
 from nemo_opd.config.short_form import TYPED, is_text, sections_of_strings
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import load_yaml, read_file

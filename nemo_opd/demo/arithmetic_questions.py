@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 import pyarrow as pa
 
-from nemo_opd.demo import corpus
-from nemo_opd.demo.corpus import Split, write_stream
+from nemo_opd.demo import python_sources
+from nemo_opd.demo.python_sources import Split, write_stream
 from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
 from nemo_opd.paths import cache_dir
@@ -162,9 +162,9 @@ def _table(rows: Sequence[Sum]) -> pa.Table:
 def task_folder() -> Path:
     """Return the benchmark's folder; build it if absent. Processes can share it.
 
-    Raises DataError as `corpus.arrow_file` does.
+    Raises DataError as `python_sources.arrow_file` does.
     """
-    source = corpus.arrow_file("validation")
+    source = python_sources.arrow_file("validation")
     name = hashlib.sha256(f"1 {_NUM_QUESTIONS} {source.parent.name}".encode()).hexdigest()[:12]
     folder = source.parent / f"tasks-{name}"
     if not (folder / f"{_TASK_NAME}.yaml").exists():

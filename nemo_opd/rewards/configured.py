@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 
-from nemo_opd.config.base import choices, require_lines
 from nemo_opd.config.reward import (
     AnswerReward,
     CodeReward,
@@ -18,13 +17,14 @@ from nemo_opd.config.reward import (
     SourceReward,
     WeightedReward,
 )
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.config.settings import choices, require_lines
+from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.errors import ConfigError, DataError, RolloutError
-from nemo_opd.rewards.base import Compound, RewardFunction
 from nemo_opd.rewards.code import CodePasses
 from nemo_opd.rewards.extraction import ExactMatch, FormatMatch
 from nemo_opd.rewards.math import MathMatch
 from nemo_opd.rewards.numeric import NumericMatch
+from nemo_opd.rewards.reward_function import Compound, RewardFunction
 from nemo_opd.users_code import UsersCodeError, called, imported
 
 
@@ -128,7 +128,7 @@ REWARDS: dict[type[RewardBase], type[RewardFunction]] = {
     FormatReward: FormatMatch,
 }
 """Settings → reward, without compound rewards, which `build_reward` creates."""
-require_lines(choices(Reward), {*REWARDS, WeightedReward, SourceReward}, "REWARDS in nemo_opd/rewards/build.py")
+require_lines(choices(Reward), {*REWARDS, WeightedReward, SourceReward}, "REWARDS in nemo_opd/rewards/configured.py")
 
 
 def build_reward(settings: RewardBase) -> RewardFunction:
