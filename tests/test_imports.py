@@ -264,7 +264,9 @@ def test_losses_know_no_config_but_where_they_are_built() -> None:
     wrong = [
         found
         for found in own_imports()
-        if found.importer == "losses" and found.module.startswith("nemo_opd.config") and found.file.name != "term_loss.py"
+        if found.importer == "losses"
+        and found.module.startswith("nemo_opd.config")
+        and found.file.name != "term_loss.py"
     ]
 
     assert not wrong, shown(wrong)

@@ -40,15 +40,17 @@ def _report(arguments: Namespace, _: Console) -> None:
 
 def _write_report(folder: Path) -> object:
     """Write the report of a run or a sweep and return its facts."""
-    is_run, configs = (folder / "metrics.jsonl").is_file(), sorted(folder.glob("*/config.yaml"))
-    if not is_run and not configs:
+    is_run = (folder / "metrics.jsonl").is_file()
+    if not is_run and not any(folder.glob("*/config.yaml")):
         raise DataError(f"{folder}: neither a run (there is no metrics.jsonl) nor a folder with runs; name either")
-    from nemo_opd.logging.report import write_report  # imports matplotlib and transformers, which are slow
+    # matplotlib and transformers are slow to import
+    from nemo_opd.logging.comparison import folders_of_runs
+    from nemo_opd.logging.report import write_report
     from nemo_opd.training.finished import read_facts
 
     if not is_run:
         report_sweep(folder, ())
-        return {"report": folder / "report.html", "runs": [read_facts(config.parent) for config in configs]}
+        return {"report": folder / "report.html", "runs": [read_facts(run) for run in folders_of_runs(folder)]}
     facts = read_facts(folder)
     if facts.problem is not None:
         raise DataError(facts.problem)
@@ -64,13 +66,13 @@ def _write_report(folder: Path) -> object:
 def report_sweep(root: Path, names: Sequence[str]) -> None:
     """Print a table of a sweep's runs and write `root`/report.html, if any run has started."""
     # matplotlib is slow to import, and few commands are sweeps
-    from nemo_opd.logging.comparison import headline_measures, read_sweep, sweep_table, write_comparison
+    from nemo_opd.logging.comparison import headline_measures, read_sweep, sweep_table, terminal_table, write_comparison
 
     runs = read_sweep(root, names)
     if not any(run.has_started for run in runs):
         return
     with suppress(OSError):
-        VisibleConsole().print(sweep_table(runs, headline_measures(runs)))
+        VisibleConsole().print(terminal_table(sweep_table(runs, headline_measures(runs))))
     page = root / "report.html"
     write_comparison(page, runs)
     print_line(f"report  {page}")
@@ -124,6 +126,7 @@ def _write_comparison(arguments: Namespace, console: Console) -> object:
         read_runs,
         setting_tables,
         sweep_table,
+        terminal_table,
         unlike,
         write_comparison,
     )
@@ -134,7 +137,9 @@ def _write_comparison(arguments: Namespace, console: Console) -> object:
     sentences, remarks, answers = comparison_sentences(runs), unlike(runs), answer_tables(runs)
     for sentence in sentences:
         console.print(sentence, style="bold", markup=False, highlight=False)
-    console.print(sweep_table(runs, measures_of(runs)[:_MOST_MEASURES]))
+    settings = setting_tables(runs)
+    for table in (sweep_table(runs, measures_of(runs)[:_MOST_MEASURES]), *settings):
+        console.print(terminal_table(table))
     for sentence in remarks:
         console.print(f"not alike  {sentence}", style="yellow", markup=False, highlight=False)
     write_comparison(arguments.output, runs, answers, sentences, instead="name another --output")
@@ -142,7 +147,7 @@ def _write_comparison(arguments: Namespace, console: Console) -> object:
     return {
         "verdicts": sentences,
         "not_alike": remarks,
-        "tables": [*answers, *setting_tables(runs)],
+        "tables": [*answers, *settings],
         "report": arguments.output,
         "runs": [read_facts(run.folder) for run in runs],
     }

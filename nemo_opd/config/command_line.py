@@ -7,6 +7,7 @@ from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Never
 
@@ -288,12 +289,15 @@ class Groups:
         """Return the argument in Hydra's grammar."""
         key = argument.partition("=")[0]
         group = key.lstrip("+")
-        if group in SOURCES and isinstance(files := _whole_value(argument), str | list):
+        is_source = any(fnmatchcase(group, source) for source in SOURCES)
+        if is_source and isinstance(files := _whole_value(argument), str | list):
             # Neither can be merged into the section of the recipe.
-            section, _, name = group.partition(".")
-            sources = sections_of_strings({section: {name: files}})[section]
-            if isinstance(sources[name], Mapping):
-                return f"++{section}={_in_grammar(sources)}"
+            short: Any = files
+            for name in reversed(group.split(".")):
+                short = {name: short}
+            section = group.partition(".")[0]
+            if (long := sections_of_strings(short)) != short:
+                return f"++{section}={_in_grammar(long[section])}"
         if group.startswith("hydra") or not (self.config_dir / group.replace(".", "/")).is_dir():
             return f"++{argument}" if _PLAIN_OVERRIDE.match(argument) else argument
         value = _whole_value(argument)

@@ -30,6 +30,8 @@ SCHEMA_FOLDER = "schema"
 """Folder of the schemas, next to the groups."""
 _DIALECT = "http://json-schema.org/draft-07/schema#"
 _REFERENCE_TYPE = "Reference"
+_SECTIONS_OF_SOURCES = {"data": "Data", "evaluation": "Evaluation", "evaluation.sets.*": "QuestionSet"}
+"""Class of each section in `SOURCES`."""
 _WIDTH = 80
 """Characters of a line of `--help`."""
 _MANY = 3
@@ -283,8 +285,8 @@ def _recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
         for group in groups(config_dir, model)
     }
     if model is RunConfig:
-        sources = (source.split(".") for source in SOURCES)
-        within = ((definitions[name.capitalize()]["properties"], key) for name, key in sources)
+        sources = (source.rpartition(".") for source in SOURCES)
+        within = ((definitions[_SECTIONS_OF_SOURCES[section]]["properties"], key) for section, _, key in sources)
         for fields, key in [*((schema["properties"], key) for key in SHORT), *within]:
             fields[key] = _or_strings(fields[key], is_list=key in ("teachers", "data", "train", "validation"))
     override = {f"override {group}": choice for group, choice in choices.items()}

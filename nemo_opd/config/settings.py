@@ -7,7 +7,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Never, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, Never, Self, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -246,7 +246,8 @@ def _explain(
     if is_blank(value) and kind not in ("extra_forbidden", "value_error"):
         return f"{key}: {_EMPTY}"
     if kind == "extra_forbidden":
-        return _with_removal(f"{key}={text}: there is no such key{_suggestion(path, value, data, model)}")
+        shown = key if isinstance(value, Mapping) else f"{key}={text}"
+        return _with_removal(f"{shown}: there is no such key{_suggestion(path, value, data, model)}")
     if kind == "missing":
         is_explained = "." in key and key in all_keys(model)
         way_out = f"; write {key}=VALUE, which --help {key} explains" if is_explained else ""
@@ -268,6 +269,8 @@ def _explain(
         return _with_removal(_placed(reason, key, value, text, _keys_at(path, data, model)))
     if kind == "string_type" and len(problems) == 1 and isinstance(value, int | float):
         reason += f"; to make text of it, write {key}=\"'{value}'\""
+    if kind == "literal_error" and (owners := _types_with_key(path, data, model, value)):
+        reason += f"; {text} is for {'.'.join(map(str, path[:-1]))}.type={', '.join(owners)}"
     message = f"{key}={text}: {reason[0].lower()}{reason[1:]}"
     field = all_keys(model).get(re.sub(r"\.\d+", ".0", key))
     has_default = value is None and field is not None and not field.is_required()
@@ -345,6 +348,8 @@ def _suggestion(path: list[int | str], value: object, data: Mapping[str, Any], m
         return f"; it belongs to {section}.type={', '.join(owners)}; write this type, or leave it out"
     if translations := [text for word in (str(path[-1]), *_keys_in_value(value)) for text in translate(word)]:
         return f"; {'; '.join(dict.fromkeys(translations))}"
+    if isinstance(value, Mapping) and value and all(inner in siblings for inner in value):
+        return f"; did you mean {', '.join('.'.join(map(str, [*path[:-1], inner])) for inner in value)}?"
     keys = keys_named(str(path[-1]), model)
     inside = [key for key in keys if key.startswith(f"{section}.")]
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
@@ -395,11 +400,21 @@ def _is_field(name: str, model: type[BaseModel]) -> bool:
     return name in model.model_fields or any(_is_field(name, derived) for derived in model.__subclasses__())
 
 
-def _types_with_key(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
-    """Return the types of the enclosing settings that have this key."""
+def _types_with_key(path: Sequence[int | str], data: Any, model: type[BaseModel], choice: object = None) -> list[str]:
+    """Return the types of the enclosing settings that have this key; with a choice, those that offer it."""
     members, _ = _models_at(path[:-1], data, model)
     owners = [member for member in members if path[-1] in member.model_fields and "type" in member.model_fields]
+    if choice is not None:
+        owners = [owner for owner in owners if choice in _choices(owner.model_fields[str(path[-1])].annotation)]
     return [str(tag) for owner in owners for tag in get_args(owner.model_fields["type"].annotation)]
+
+
+def _choices(annotation: Any) -> list[Any]:
+    """Return the values of the Literals in an annotation."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return list(arguments)
+    return [choice for argument in arguments for choice in _choices(argument)]
 
 
 def _keys_at(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:

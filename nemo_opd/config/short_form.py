@@ -1,7 +1,7 @@
 """Short forms of a run's settings: a string in place of a section, and a teacher's type and name left out."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from glob import has_magic
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -17,17 +17,16 @@ TYPED = ("loss", "aggregation", "handoff", "rollout", "reward", "environment")
 """Sections that a string names by their type, or by an option of their group."""
 SHORT = ("student", "teachers", "data", *TYPED)
 """Sections that a string can stand for."""
-SOURCES = ("data.train", "data.validation", "evaluation.data")
-"""Sections within others that files, or a data set on the hub, can stand for."""
+SOURCES = ("data.train", "data.validation", "evaluation.data", "evaluation.sets.*.data")
+"""Sections within others that files, or a data set on the hub, can stand for; * is any name."""
 _UNUSUAL_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 def sections_of_strings(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's settings with a section in place of each string that stands for one.
 
-    student: a model. teachers: models. data, data.train, data.validation, evaluation.data: files, or a data set on the
-    hub. Other sections: an option of the group, as on the command line, or a type. Raises ConfigError for files of
-    several kinds.
+    student: a model. teachers: models. data and `SOURCES`: files, or a data set on the hub. Other sections: an option
+    of the group, as on the command line, or a type. Raises ConfigError for files of several kinds.
     """
     sections = dict(data)
     for key in TYPED:
@@ -42,10 +41,22 @@ def sections_of_strings(data: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(texts := sections.get("data"), str | list):
         sections["data"] = {"train": texts}
     for source in SOURCES:
-        name, _, key = source.partition(".")
-        if isinstance(section := sections.get(name), Mapping) and key in section:
-            sections[name] = {**section, key: _source(source, section[key])}
+        sections = _with_source(sections, source.split("."))
     return sections
+
+
+def _with_source(section: Any, path: Sequence[str], key: str = "") -> Any:
+    """Return a section with the source that a string at a path in it stands for. key: of the section, and a dot."""
+    name, *inner_path = path
+    if not isinstance(section, Mapping) or (name != "*" and name not in section):
+        return section
+    changed = {
+        inner: _with_source(section[inner], inner_path, f"{key}{inner}.")
+        if inner_path
+        else _source(f"{key}{inner}", section[inner])
+        for inner in (section if name == "*" else [name])
+    }
+    return {**section, **changed}
 
 
 def short_form(group: str, value: str) -> object:

@@ -188,7 +188,10 @@ def _student_remarks(before: float, after: float, records: Records, *, is_worse:
             "for fewer steps, or set train.keep_best to keep that model."
         )
     if len(validated) == 1 and validated[0]["step"] > 1:
-        yield "It was validated only once after the start, so its course is unknown: set train.validate_every."
+        yield (
+            "It was validated only once after the start, so its course is unknown: set train.validate_every below "
+            f"{validated[0]['step']:,.0f}."
+        )
 
 
 def _teacher_remarks(closing: ClosingTable, setup: Setup) -> Iterator[str]:

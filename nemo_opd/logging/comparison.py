@@ -22,7 +22,16 @@ from nemo_opd.logging.interface import change, clock, figure, is_share, score, s
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE, NUM_BYTES
 from nemo_opd.logging.provenance import read_provenance
-from nemo_opd.logging.records import NOTHING, Records, TextTable, by_size, figures_by_table, read_config, title_of
+from nemo_opd.logging.records import (
+    BASELINE,
+    NOTHING,
+    Records,
+    TextTable,
+    by_size,
+    figures_by_table,
+    read_config,
+    title_of,
+)
 from nemo_opd.logging.report import render
 
 if TYPE_CHECKING:
@@ -32,7 +41,7 @@ if TYPE_CHECKING:
 _REPORT, _RESULTS = "report/report.html", "results.json"
 _CURVE_TITLES = {BITS_PER_BYTE: "Bits per byte", "train/loss": "Training loss, nats"}
 _VALIDATED = {BITS_PER_BYTE: "bits per byte", "val/ce": "CE, nats", "val/accuracy": "accuracy"}
-"""Heading by metric of validation."""
+"""Name by metric of validation."""
 _SAME_START = 1e-3
 """Largest relative difference of the same student before training, from rounding in another layout or dtype."""
 _STYLES = ("-", "--", ":", "-.")
@@ -96,12 +105,17 @@ def read_runs(folders: Sequence[Path]) -> list[SweptRun]:
     return [_read_run(folder, "/".join(folder.parts[-parts:])) for folder in resolved]
 
 
+def folders_of_runs(root: Path) -> list[Path]:
+    """Return the folders of the runs in a folder, and of the runs without teachers that belong to them."""
+    return sorted(file.parent for inner in ("*", f"*/{BASELINE}") for file in root.glob(f"{inner}/config.yaml"))
+
+
 def read_sweep(root: Path, names: Iterable[str] = ()) -> list[SweptRun]:
     """Return the runs in a folder, sorted with numbers by value.
 
     names: more runs, which may have no folder.
     """
-    names_on_disk = {file.parent.name for file in root.glob("*/config.yaml")}
+    names_on_disk = {str(folder.relative_to(root)) for folder in folders_of_runs(root)}
     return [_read_run(root / name, name) for name in sorted(names_on_disk | set(names), key=by_size)]
 
 
@@ -134,14 +148,19 @@ def _evaluation_record(results: Path) -> dict[str, float]:
     return record
 
 
-def sweep_table(runs: Sequence[SweptRun], measures: Sequence[str]) -> Table:
+def sweep_table(runs: Sequence[SweptRun], measures: Sequence[str]) -> TextTable:
     """Return a table with a row for each run."""
-    table = titled_table("Runs")
-    for i, head in enumerate(_headings(measures)):
+    return TextTable("Runs", _headings(measures), [run.cells(measures) for run in runs])
+
+
+def terminal_table(content: TextTable) -> Table:
+    """Return a table for a terminal."""
+    table = titled_table(content.title)
+    for i, head in enumerate(content.heads):
         # A narrow column would break the word after the slash.
         table.add_column(head.replace("/", "/\n"), justify="right" if i else "left", overflow="fold")
-    for run in runs:
-        table.add_row(*run.cells(measures))
+    for row in content.rows:
+        table.add_row(*row)
     return table
 
 
@@ -160,8 +179,12 @@ def headline_measures(runs: Sequence[SweptRun]) -> list[str]:
 
 def _headings(measures: Sequence[str]) -> list[str]:
     """Return the headings of the columns of `SweptRun.cells`."""
-    names = {**_VALIDATED, "train/loss": "loss"}
-    return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time of steps"]
+    names = (_name(key) + " (since its start)" * (key == BITS_PER_BYTE) for key in measures)
+    return ["run", *names, "steps", "time of steps"]
+
+
+def _name(measure: str) -> str:
+    return {**_VALIDATED, "train/loss": "loss"}.get(measure, measure.removeprefix("eval/"))
 
 
 def unlike(runs: Sequence[SweptRun]) -> list[str]:
@@ -169,8 +192,7 @@ def unlike(runs: Sequence[SweptRun]) -> list[str]:
     validated = [run for run in runs if _validated(run)]
     measures = measures_of(runs)
     last_steps = {
-        heading: {run.name: steps[-1] for run in runs if (steps := series(run.records, key)[0])}
-        for key, heading in zip(measures, _headings(measures)[1:-2], strict=True)
+        _name(key): {run.name: steps[-1] for run in runs if (steps := series(run.records, key)[0])} for key in measures
     }
     sentences: list[str] = []
     first = next((run for run in runs if run.last("step")), None)
@@ -261,8 +283,7 @@ def write_comparison(
         )
         for key in keys
     ]
-    results = TextTable("Runs", _headings(measures), [run.cells(measures) for run in runs])
-    all_tables = [results, *tables, *setting_tables(runs), *_group_tables(runs)]
+    all_tables = [sweep_table(runs, measures), *tables, *setting_tables(runs), *_group_tables(runs)]
     reports = {run.name: os.path.relpath(run.folder / run.page, page.parent) for run in runs if run.page}
     content = render(
         "comparison.html",
@@ -311,7 +332,8 @@ def _setting(by_key: Mapping[str, str], key: str) -> str:
     """Return a setting's value, or what identifies a section."""
     if key in by_key:
         return by_key[key]
-    named = [by_key[f"{key}.{name}"] for name in _IDENTIFYING if f"{key}.{name}" in by_key]
+    values = [by_key.get(f"{key}.{name}", "auto") for name in _IDENTIFYING]
+    named = [value for value in values if value != "auto"]
     inner = named or [f"{name.removeprefix(f'{key}.')}={by_key[name]}" for name in by_key if name.startswith(f"{key}.")]
     return ", ".join(inner) or NOTHING
 

@@ -31,6 +31,8 @@ _Figures = Mapping[str, float]
 SKIPPED = "train/skipped_steps"
 NOTHING = "-"
 _HARDWARE = "hardware.json"
+BASELINE = "baseline"
+"""Folder in a run's directory with the same run without teachers."""
 _PROJECTIONS = "projections.json"
 _TRAINING = (
     *("student.model", "student.optimizer", "student.scheduler", "student.lora", "train.global_batch_size"),

@@ -190,7 +190,8 @@ def _choices(plan: Plan) -> dict[str, str]:
         "loss": ", ".join(losses),
     }
     if rollout is not None:
-        choices["samples"] = f"{rollout.n} of each prompt, up to {rollout.max_new_tokens:,} tokens each"
+        some = "" if rollout.on_policy_share == 1 else f", for {rollout.on_policy_share:.0%} of the prompts"
+        choices["samples"] = f"{rollout.n} of each prompt, up to {rollout.max_new_tokens:,} tokens each{some}"
     if rollout is not None and config.reward is not None:
         trains = isinstance(loss, GRPOLoss) or config.reward.weighting_beta is not None
         choices["reward"] = config.reward.type + ("" if trains else ", logged, not learned from")

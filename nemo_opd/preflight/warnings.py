@@ -11,7 +11,14 @@ from transformers import GenerationConfig
 
 from nemo_opd.alignment import ChatRenderer
 from nemo_opd.alignment.chat_render import PIECES, Piece, missing_opening_tag, omitted_pieces
-from nemo_opd.alignment.chat_template import ChatTemplate, Message, Tools, learned_messages, plain_messages
+from nemo_opd.alignment.chat_template import (
+    ChatTemplate,
+    Message,
+    Tools,
+    learned_messages,
+    message_texts,
+    plain_messages,
+)
 from nemo_opd.alignment.templates import TemplateFailure
 from nemo_opd.alignment.token_roles import template_roles
 from nemo_opd.config.data import HubDataset, LearnedTurns
@@ -367,6 +374,7 @@ def check_conversations(
         omitted = [omitted_pieces(template, messages, tools) for messages, tools in conversations]
         if section == "student" and are_learned:
             _require_learned_pieces(conversations, omitted, config.data.learned_turns, key)
+            yield from _warn_of_empty_answers(conversations, config.data.learned_turns, key)
             yield from _warn_of_opening_tags(template, conversations, key)
             renderer = ChatRenderer(info.tokenizer, template_kwargs=settings.chat_template_kwargs)
             yield from _warn_of_missing_ends(renderer, conversations, key, f"{info.tokenizer.eos_token!r}")
@@ -406,6 +414,22 @@ def _shows_no_tools(template: ChatTemplate, messages: Sequence[Message], tools: 
         return bool(tools) and template.render(messages, tools) == template.render(messages)
     except TemplateFailure:  # making the sample reports it
         return False
+
+
+def _warn_of_empty_answers(conversations: Sequence[_PlainConversation], turns: LearnedTurns, key: str) -> Iterator[str]:
+    number = sum(
+        not all(
+            any(map(str.strip, message_texts(message)))
+            for message in compress(messages, learned_messages(messages, turns))
+        )
+        for messages, _ in conversations
+    )
+    if number:
+        yield (
+            f"{key}: {number} of {len(conversations)} conversations checked have an assistant message without text, "
+            "from which the student learns to answer with nothing; leave these rows out, or mark these messages with "
+            "weight=0"
+        )
 
 
 def _warn_of_opening_tags(

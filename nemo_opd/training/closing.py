@@ -26,11 +26,9 @@ from nemo_opd.logging.interface import (
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE, PREFIX, SHARED_BITS_PER_BYTE, score_keys
 from nemo_opd.logging.provenance import read_provenance
-from nemo_opd.logging.records import NOTHING, TextTable, number_of_set, read_config, value_at
+from nemo_opd.logging.records import BASELINE, NOTHING, TextTable, number_of_set, read_config, value_at
 from nemo_opd.logging.scores import VALIDATION_LOG, QuestionValues, TextLog, ValueLog
 
-BASELINE = "baseline"
-"""Folder in a run's directory with the same run without teachers."""
 _Record = Mapping[str, float]
 
 
@@ -117,7 +115,7 @@ def comparison_sentences(runs: Sequence[SweptRun]) -> list[str]:
         return []
     effects = ["Whether teachers helped cannot be told: none of these runs is without teachers."]
     if baseline is not None:
-        effects = [f"{arm.name}: {teacher_effect(arm, baseline)[1]}" for arm in arms]
+        effects = [f"{arm.name}, compared with {baseline.name}: {teacher_effect(arm, baseline)[1]}" for arm in arms]
     return [*effects, *filter(None, (compared(arm, arms[0]) for arm in arms[1:]))]
 
 

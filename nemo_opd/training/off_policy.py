@@ -11,13 +11,13 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.metrics import Timer
+from nemo_opd.logging.records import BASELINE
 from nemo_opd.logging.scores import VALIDATION_LOG, TextLog
 from nemo_opd.logging.terminal import VisibleConsole, busy, print_line
 from nemo_opd.preflight.inputs import require_kind
 from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.preflight.summary import print_plan
 from nemo_opd.training.cache_build import fill_caches
-from nemo_opd.training.closing import BASELINE
 from nemo_opd.training.finished import Finished
 from nemo_opd.training.session import Session
 from nemo_opd.training.step_metrics import objective_values, step_times, useful_positions

@@ -106,7 +106,12 @@ class Session:
             write_hardware(summary)
             write_provenance(plan.output_dir, provenance(plan, summary))
             stack.push(self._record_end)
+            lacks_records = self.step > 0 and not (plan.output_dir / "metrics.jsonl").exists()
             self.loggers.start(summary, self.step)
+            if lacks_records:
+                self.loggers.warn(
+                    f"{plan.output_dir} has no metrics.jsonl, so curves and tables begin after step {self.step}"
+                )
             if not self.is_complete:
                 self.source.start()
             if config.cluster.launcher == "ray":

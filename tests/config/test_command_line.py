@@ -305,7 +305,7 @@ def test_multirun_goes_on_after_a_job_that_fails(tmp_path: Path, monkeypatch) ->
         (["--cfg", "x"], r"^argument --cfg: .* distil --help shows the options$"),
         (["lr=1"], r"^lr=1: there is no such key; did you mean student\.optimizer\.lr\?$"),
         (["num_train_epochs=3"], r"^num_train_epochs=3: there .*; num_train_epochs of TRL .* is train\.epochs here$"),
-        (["policy.max_grad_norm=1"], r"^policy=.*; max_grad_norm of TRL .* is train\.gradient_clip here$"),
+        (["policy.max_grad_norm=1"], r"^policy: .*; max_grad_norm of TRL .* is train\.gradient_clip here$"),
         (["~train.nope"], r"^~train\.nope: .*'train\.nope' does not exist"),
         (
             ["teachers.7.weight=1"],

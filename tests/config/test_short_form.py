@@ -106,12 +106,13 @@ def test_strings_on_the_command_line(recipe: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["short", "off_policy_demo"])
 def test_a_string_names_the_file_of_questions(recipe: Path, name: str) -> None:
-    """Bug: `evaluation.data=FILE` is refused, and `data=FILE` is not."""
+    """Bug: `evaluation.data=FILE` is refused, and `data=FILE` is not; also for a set."""
     overrides = ["evaluation.data=questions.jsonl", "evaluation.data.max_samples=3", "reward=numeric"]
-    overrides.append("evaluation.max_new_tokens=8")
+    overrides += ["evaluation.max_new_tokens=8", "evaluation.sets.hard.data=[hard.parquet]"]
     evaluation = compose(recipe if name == "short" else name, overrides).evaluation
     assert evaluation is not None
     assert (evaluation.data.jsonl_files, evaluation.data.max_samples) == (("questions.jsonl",), 3)
+    assert evaluation.sets["hard"].data.parquet_files == ("hard.parquet",)
 
 
 @pytest.mark.parametrize("name", ["short", "off_policy_demo"])

@@ -307,7 +307,8 @@ def test_a_preset_decides_its_own_settings() -> None:
             message == f"teachers.0.loss.{key}={setting[key]} has no effect with compat=nemo_rl; "
             "leave one of the two out, or write null"
         )
-    assert message_of(changed("teachers.0.loss", {"type": "p_kl", "compat": "trl"})).endswith("must be 'nemo_rl'")
+    message = message_of(changed("teachers.0.loss", {"type": "p_kl", "compat": "trl"}))
+    assert message.endswith("must be 'nemo_rl'; 'trl' is for teachers.0.loss.type=gold, h_kl, uld")
 
 
 def test_top_k_needs_a_truncated_support() -> None:

@@ -16,9 +16,10 @@ from nemo_opd.logging.comparison import (
     read_runs,
     read_sweep,
     sweep_table,
+    terminal_table,
     write_comparison,
 )
-from nemo_opd.logging.records import by_size
+from nemo_opd.logging.records import BASELINE, by_size
 from tests.logging.synthetic import record, validation
 
 
@@ -42,20 +43,22 @@ def write_run(folder: Path, bits: float, steps: int = 4, is_complete: bool = Tru
 def test_each_run_is_a_row_with_its_own_result(tmp_path: Path) -> None:
     write_run(tmp_path / "run.seed=10", 1.0, steps=3, is_complete=False)
     write_run(tmp_path / "run.seed=2", 1.5)
+    write_run(tmp_path / "run.seed=2" / BASELINE, 1.8, steps=3)
     (tmp_path / "run.seed=3").mkdir()
     (tmp_path / "run.seed=3" / "config.yaml").touch()
     (tmp_path / "run.seed=3" / "metrics.jsonl").write_text("[]\n{}\n")
     runs = read_sweep(tmp_path)
-    assert [run.name for run in runs] == ["run.seed=2", "run.seed=3", "run.seed=10"]
+    assert [run.name for run in runs] == ["run.seed=2", "run.seed=2/baseline", "run.seed=3", "run.seed=10"]
     assert [run.cells(["val/bits_per_byte"])[1:] for run in runs] == [
         ["1.5000 (-25.0 %)", "4", "0:08"],
+        ["1.8000 (-10.0 %)", "3", "0:06"],
         ["-", "0, not finished", "0:00"],
         ["1.0000 (-50.0 %)", "3, not finished", "0:06"],
     ]
     console = Console(width=80, record=True, quiet=True)
-    console.print(sweep_table(runs, headline_measures(runs)))
+    console.print(terminal_table(sweep_table(runs, headline_measures(runs))))
     page = page_of(tmp_path, runs)
-    (link,) = re.findall(r'href="([^"]*/report[^"]*)"', page)
+    link, _ = re.findall(r'href="([^"]*/report[^"]*)"', page)
     assert unquote(link) == "run.seed=2/report/report.html"
     assert "default-src 'none'" in page
     assert (tmp_path / "report" / "val_bits_per_byte.png").read_bytes().startswith(b"\x89PNG")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,9 +40,15 @@ def test_texts_are_continued_as_transformers_continues_them(tiny: Tiny, tmp_path
     assert "reward" not in page.partition("config.yaml</summary>")[0]
 
 
-def test_a_continued_run_keeps_the_texts_of_its_start(tiny: Tiny, tmp_path: Path) -> None:
-    """Catches texts before training that are lost, or after training written twice, when a run is started again."""
+def test_a_continued_run_keeps_the_texts_of_its_start(
+    tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Catches texts before training that are lost, or after training written twice, when a run is started again, and
+    records that are lost in silence.
+    """
     settings = tiny.overrides("train.max_steps=1", "logging.continued_texts=1", teachers=1)
     run_here(tmp_path, settings)
+    (tmp_path / "metrics.jsonl").unlink()
     run_here(tmp_path, [*settings, "run.resume=auto"])
+    assert "has no metrics.jsonl, so curves and tables begin after step 1" in capfd.readouterr().err
     assert [line.step for line in SampleLog(tmp_path / "samples.jsonl").read()] == [0, 1]

@@ -46,7 +46,7 @@ def check(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
                 teachers=1,
             )
         )
-        return tuple(each for each in preflight(config).warnings if each.startswith("data.train: the "))
+        return tuple(warning for warning in preflight(config).warnings if warning.startswith("data.train: "))
 
     return warnings
 
@@ -96,6 +96,14 @@ def test_a_prompt_that_asks_for_thinking_is_said(check: Check) -> None:
     """Bug: the student learns to answer at once, and is asked to go on after <think>."""
     (warning,) = check(THINKS, "", [PLAIN] * 3)
     assert "ends the generation prompt with '<think>', but in 3 of 3 conversations" in warning
+
+
+@pytest.mark.parametrize("content", ["", " \n", None])
+def test_answers_without_text_are_said(check: Check, content: str | None) -> None:
+    """Catches a student that learns to end its turn at once; not told of a call, or of a message marked weight=0."""
+    empty = {**PLAIN[1], "content": content}
+    (warning,) = check(CALLS, CALLS, [PLAIN, [PLAIN[0], empty], [PLAIN[0], {**empty, "weight": 0}, *PLAIN], talk()])
+    assert warning.startswith("data.train: 1 of 4 conversations checked have an assistant message without text")
 
 
 def test_conversations_without_a_learned_message_are_refused(check: Check) -> None:

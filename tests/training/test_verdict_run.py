@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.logging.loggers import read
+from nemo_opd.logging.records import BASELINE
 from nemo_opd.training import off_policy
-from nemo_opd.training.closing import BASELINE
 from tests.tiny import Tiny
 from tests.training.launch import run_here
 
