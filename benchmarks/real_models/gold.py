@@ -22,6 +22,7 @@ from benchmarks.step_gold import checkpointing, prompt_end
 
 os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
 OWN = "trl_own"
+"""End of the names of settings with GOLD's own defaults."""
 _SPARE = 4
 """Tokens left free in a window: the one that ends a completion, and those that the cut after the prompt adds."""
 
@@ -50,16 +51,17 @@ def run_gold(setting: Setting, seed: int, steps: int, config: dict[str, Any], pl
     from trl.experimental.gold import GOLDTrainer
 
     began = time.perf_counter()
-    student = Path(config["student"]["model"])
+    student, teacher = Path(config["student"]["model"]), Path(config["teachers"][0]["model"])
+    validation = place.languages_validation if setting.experiment == "languages" else place.validation
     tokenizer = AutoTokenizer.from_pretrained(student)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    given = arguments(setting, seed, steps, config, place)
+    given = arguments(setting, seed, steps, config)
     watch = _Watch()
     trainer = GOLDTrainer(
         model=AutoModelForCausalLM.from_pretrained(student, dtype="float32"),
-        teacher_model=AutoModelForCausalLM.from_pretrained(place.original, dtype="bfloat16"),
+        teacher_model=AutoModelForCausalLM.from_pretrained(teacher, dtype=config["student"]["dtype"]),
         args=_arguments_of_trl(given),
-        train_dataset=_dataset(place.train, tokenizer, place, config["train"]["max_length"], seed),
+        train_dataset=_dataset(config, [tokenizer, AutoTokenizer.from_pretrained(teacher)], seed),
         processing_class=tokenizer,
         callbacks=[watch],
     )
@@ -73,9 +75,9 @@ def run_gold(setting: Setting, seed: int, steps: int, config: dict[str, Any], pl
         seed,
         steps,
         given,
-        start=bits_per_byte(student, place.validation),
-        end=bits_per_byte(final, place.validation),
-        teacher=bits_per_byte(place.original, place.validation),
+        start=bits_per_byte(student, validation),
+        end=bits_per_byte(final, validation),
+        teacher=bits_per_byte(teacher, validation),
         curves={"train/loss": watch.losses},
         cpu_s_per_step=median(watch.cpu_s),
         cpu_s=sum(watch.cpu_s),
@@ -87,8 +89,8 @@ def run_gold(setting: Setting, seed: int, steps: int, config: dict[str, Any], pl
     )
 
 
-def arguments(setting: Setting, seed: int, steps: int, config: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Return GOLD's settings that are not its defaults; in `trl_ours` also the optimizer and the loss's weights."""
+def arguments(setting: Setting, seed: int, steps: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Return GOLD's settings that are not its defaults, and unless these are asked for, our optimizer and weights."""
     rows = config["train"]["global_batch_size"]
     given: dict[str, Any] = {
         "output_dir": config["run"]["output_dir"],
@@ -99,7 +101,7 @@ def arguments(setting: Setting, seed: int, steps: int, config: dict[str, Any], p
         "max_completion_length": 1,
         "lmbda": 0.0,
         "use_uld_loss": True,
-        "teacher_tokenizer_name_or_path": str(place.original),
+        "teacher_tokenizer_name_or_path": config["teachers"][0]["model"],
         "bf16": config["student"]["dtype"] == "bfloat16",
         "use_cpu": True,
         "save_strategy": "no",
@@ -108,7 +110,7 @@ def arguments(setting: Setting, seed: int, steps: int, config: dict[str, Any], p
         "disable_tqdm": True,
         **checkpointing(False),
     }
-    if setting.name == OWN:
+    if setting.name.endswith(OWN):
         return given
     return given | {
         "uld_use_hybrid_loss": True,
@@ -127,18 +129,21 @@ def _arguments_of_trl(given: dict[str, Any]) -> Any:
     return GOLDConfig(**given)
 
 
-def _dataset(train: Path, tokenizer: Any, place: Place, max_length: int, seed: int) -> Any:
-    """Return windows of the training texts that fit both models, as prompts of a few characters and completions."""
+def _dataset(config: dict[str, Any], tokenizers: list[Any], seed: int) -> Any:
+    """Return windows of the training texts that fit both models, as prompts of a few characters and completions.
+
+    tokenizers: of the student and the teacher.
+    """
     from datasets import Dataset
 
-    tokenizers = [tokenizer, AutoTokenizer.from_pretrained(place.original)]
+    (train,) = map(Path, config["data"]["train"]["jsonl_files"])
     texts = [
         window
         for line in train.read_text(encoding="utf-8").splitlines()
-        for window in _windows(json.loads(line)["text"], tokenizers, max_length - _SPARE)
+        for window in _windows(json.loads(line)["text"], tokenizers, config["train"]["max_length"] - _SPARE)
     ]
     random.Random(seed).shuffle(texts)
-    ends = [prompt_end(text, tokenizer) for text in texts]
+    ends = [prompt_end(text, tokenizers[0]) for text in texts]
     rows = [{"prompt": text[:end], "completion": text[end:]} for text, end in zip(texts, ends, strict=True)]
     return Dataset.from_list(rows)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def run_one(setting: Setting, seed: int, size: Size, place: Place, results: Path
         outcome = run_gold(setting, seed, steps, config, place)
     else:
         outcome = _run_ours(setting, seed, config, place, began)
+    outcome = replace(outcome, memory_bytes=getrusage(RUSAGE_SELF).ru_maxrss * 1024)
     if setting.experiment == "prune":
         accuracy = which_line(str(folder / "final"), folder / "evaluation", place, size.dtype)
         outcome = replace(outcome, end={**outcome.end, TASK: accuracy})

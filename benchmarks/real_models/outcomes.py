@@ -50,6 +50,8 @@ class Outcome:
     date: str
     cache_cpu_s: float = 0.0
     """CPU time in which the teacher's outputs were added to its cache before the first step."""
+    memory_bytes: int = 0
+    """Largest resident size of the process; 0 if it was not measured."""
 
     @property
     def key(self) -> tuple[str, str, int]:
