@@ -17,8 +17,7 @@ NOTES = """\
 * **to CE**: the difference to `ce_only` with the same seed, so that what the order of the data does to both drops out.
   The rows are sorted by it. An interval that holds 0 says that the seeds do not tell the two apart.
 * **bits per byte**: of the student on the validation text; less is better. **accuracy**: share of its tokens that have
-  the largest logit; more is better.
-* **s**: wall-clock of a whole command on one core, start-up and report included; mean over the seeds."""
+  the largest logit; more is better."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Row:
     bits_per_byte: Comparison | None
     """None where no run of it has ended well."""
     accuracy: Comparison | None
-    wall_s: float | None
     missing: tuple[int, ...]
     """Seeds without a whole run."""
 
@@ -54,7 +52,7 @@ def rows(settings: Sequence[Setting], outcomes: Sequence[Outcome], seeds: Sequen
 def row(setting: Setting, own: Mapping[int, Outcome], control: Mapping[int, Outcome], seeds: Sequence[int]) -> Row:
     missing = tuple(seed for seed in seeds if seed not in own)
     if not own:
-        return Row(setting, None, None, None, missing)
+        return Row(setting, None, None, missing)
     bits = compare(
         {seed: outcome.end.bits_per_byte for seed, outcome in own.items()},
         {seed: outcome.end.bits_per_byte for seed, outcome in control.items()},
@@ -63,7 +61,7 @@ def row(setting: Setting, own: Mapping[int, Outcome], control: Mapping[int, Outc
         {seed: outcome.end.accuracy for seed, outcome in own.items()},
         {seed: outcome.end.accuracy for seed, outcome in control.items()},
     )
-    return Row(setting, bits, hits, sum(outcome.wall_s for outcome in own.values()) / len(own), missing)
+    return Row(setting, bits, hits, missing)
 
 
 def plain(value: Interval | None) -> str:
@@ -80,22 +78,22 @@ def signed(value: Interval | None) -> str:
     return f"{value.mean:+.4f}".replace("-", "−") + ("" if value.half_width is None else f" ± {value.half_width:.4f}")
 
 
-COLUMNS = ["setting", "bits per byte", "to CE", "accuracy", "to CE", "s", "what it is"]
+COLUMNS = ["setting", "bits per byte", "to CE", "accuracy", "to CE", "what it is"]
 
 
 def cells(row: Row) -> list[str]:
     gaps = "; missing: seed " + ", ".join(map(str, row.missing)) if row.missing else ""
     about = f"{row.setting.group}: {row.setting.about}{gaps}"
     if row.bits_per_byte is None or row.accuracy is None:
-        return [row.setting.name, *["missing"] * 4, "–", about]
+        return [row.setting.name, *["missing"] * 4, about]
     is_control = row.setting.name == CONTROL
     to_control = ["–", "–"] if is_control else [signed(row.bits_per_byte.difference), signed(row.accuracy.difference)]
     means = [plain(row.bits_per_byte.mean), plain(row.accuracy.mean)]
-    return [row.setting.name, means[0], to_control[0], means[1], to_control[1], f"{row.wall_s:.0f}", about]
+    return [row.setting.name, means[0], to_control[0], means[1], to_control[1], about]
 
 
 def table(given: Sequence[Row]) -> str:
-    lines = [COLUMNS, ["---", *["---:"] * 5, "---"], *(cells(row) for row in given)]
+    lines = [COLUMNS, ["---", *["---:"] * 4, "---"], *(cells(row) for row in given)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
