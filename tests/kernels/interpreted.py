@@ -21,8 +21,7 @@ from nemo_opd.losses import alm, cells, cross_entropy, p_kl, same_vocab, shared_
 from nemo_opd.projection import ProjectionMatrix
 from tests.kernels import interpreted_layers
 from tests.kernels.moved import moved_bytes
-from tests.losses import oracle
-from tests.losses.cases import LOSSES, Case, identity, one_tokenizer
+from tests.losses.cases import KINDS, LOSSES, Case, identity, one_tokenizer
 
 V, W, S = 90, 101, 5
 """Odd, and wider than a kernel's block."""
@@ -187,7 +186,7 @@ def without_some_logits(text: Text, kind: str) -> Text:
 def of_nan() -> dict[str, bool]:
     """Whether a loss is NaN where one logit of a side is, by divergence and side."""
     found = {}
-    for kind, _ in oracle.KINDS:
+    for kind, _ in KINDS:
         for side in ("student", "same", "cross"):
             text = Text.random(6, 2.0).to(torch.float32)
             getattr(text, side)[:, 1, 7] = torch.nan
@@ -242,7 +241,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def main() -> dict[str, Any]:
     torch.set_num_threads(1)
     three = ("cross_entropy", "same_vocab", "p_kl")
-    found = {f"together-{kind}": together(Text.random(1, 3.0), three, kind) for kind, _ in oracle.KINDS}
+    found = {f"together-{kind}": together(Text.random(1, 3.0), three, kind) for kind, _ in KINDS}
     found["extreme"] = together(Text.random(2, 50.0), three, "jsd", 1.0)
     for kind in ("forward_kl", "reverse_kl", "jsd"):
         found[f"infinite-{kind}"] = together(without_some_logits(Text.random(3, 2.0), kind), three, kind, 1.0)

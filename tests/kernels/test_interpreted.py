@@ -7,14 +7,13 @@ import pytest
 
 from tests import processes
 from tests.kernels.interpreter import write_results
-from tests.losses import oracle
+from tests.losses.cases import KINDS
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.world
 
-KINDS = [kind for kind, _ in oracle.KINDS]
 NAMES = [
-    *(f"together-{kind}" for kind in KINDS),
+    *(f"together-{kind}" for kind, _ in KINDS),
     "extreme",
     *(f"infinite-{kind}" for kind in ("forward_kl", "reverse_kl", "jsd")),
     "mixture",

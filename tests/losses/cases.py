@@ -31,7 +31,8 @@ from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.projection.retokenization import byte_order
 from nemo_opd.types import LossOutput
 
-from . import oracle
+KINDS = (("forward_kl", {}), ("reverse_kl", {}), ("tvd", {}), ("jsd", {"beta": 0.3}), ("mixed", {"mixed_weight": 0.2}))
+"""Of divergences, with their settings."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Case:
             return [self]
         return [
             replace(self, name=f"{self.name}-{kind}", options={**self.options, "divergence": kind, **weights})
-            for kind, weights in oracle.KINDS
+            for kind, weights in KINDS
         ]
 
 
@@ -304,6 +305,26 @@ def random_logits(rows: int, positions: int, width: int, seed: int, scale: float
     return scale * torch.randn(rows, positions, width, generator=generator, dtype=torch.float64)
 
 
+def random_chunk_ids(rng: np.random.Generator, num_rows: int, student_len: int, teacher_len: int) -> tuple:
+    """Chunks of 1-3 tokens a side, with tokens of no chunk before some of them and a tail of none; int32 tensors."""
+    sides: tuple[list, list] = ([], [])
+    for _ in range(num_rows):
+        student: list[int] = []
+        teacher: list[int] = []
+        chunk = 0
+        while True:
+            lead = (int(rng.integers(0, 2)), int(rng.integers(0, 2)))
+            size = (int(rng.integers(1, 4)), int(rng.integers(1, 4)))
+            if len(student) + lead[0] + size[0] > student_len or len(teacher) + lead[1] + size[1] > teacher_len:
+                break
+            student += [-1] * lead[0] + [chunk] * size[0]
+            teacher += [-1] * lead[1] + [chunk] * size[1]
+            chunk += 1
+        sides[0].append(student + [-1] * (student_len - len(student)))
+        sides[1].append(teacher + [-1] * (teacher_len - len(teacher)))
+    return tuple(torch.tensor(side, dtype=torch.int32) for side in sides)
+
+
 @cache
 def pair() -> ProjectionMatrix:
     indices, weights = np.full((len(ROWS), 2), -1), np.zeros((len(ROWS), 2))
@@ -325,7 +346,7 @@ def pair() -> ProjectionMatrix:
     )
 
 
-def pieces_of(spellings: list[list[int]]) -> dict[str, Any]:
+def pieces_of(spellings: Sequence[Sequence[int]]) -> dict[str, Any]:
     """As pieces of both kinds."""
     ids, ends = [piece for spelling in spellings for piece in spelling], np.cumsum(list(map(len, spellings)))
     return {

@@ -1,7 +1,7 @@
 """A loss's settings and batches as tests/reference takes them, and what a batch costs by it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,17 @@ def plain_texts(batch: Batch, **of_sampling: Tensor) -> list[tuple[dict[str, Any
     return texts
 
 
+def compared_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> list[tuple[int, list[int], list[int]]]:
+    """Row, student positions and teacher positions of each chunk that the reference compares."""
+    found = []
+    for b, chunks in enumerate(zip(student_chunk_id.tolist(), teacher_chunk_id.tolist(), strict=True)):
+        places = [range(len(side)) for side in chunks]
+        one = {"ids": places[0], "z": torch.zeros(len(places[0]), 1)}
+        own = {"ids": places[1], "w": torch.zeros(len(places[1]), 1), "chunks": chunks, "stop": math.inf}
+        found += [(b, x, y) for _, x, y, _, _ in reference.aligned(one, own)]
+    return found
+
+
 def _within(maps: dict[str, Any], batch: Batch) -> dict[str, Any]:
     """What the maps hold of tokens that have logits."""
     R, sizes = (
@@ -85,13 +96,18 @@ class Cost:
 
 
 def cost(
-    term: LossTerm, batch: Batch, pieces: Sequence[bytes | None] = (), weights: Sequence[float] = (), **of_sampling: Any
+    term: LossTerm,
+    batch: Batch,
+    pieces: Sequence[bytes | None] = (),
+    weights: Sequence[float] = (),
+    units_of: Callable[..., list[reference.Unit]] = reference.units,
+    **of_sampling: Any,
 ) -> Cost:
-    """By the reference. weights: of sequences."""
+    """By the reference. weights: of sequences. units_of: tests/reference/truncated.py has another one."""
     settings, texts = plain_term(term), plain_texts(batch, **of_sampling)
     maps = _within(plain_maps(batch.projection, pieces, settings.get("pieces")), batch)
     maps["kept"] = kept_columns({"term": settings, "maps": maps}, texts)
-    by_text = [reference.units(settings, one, own, maps) for one, own in texts]
+    by_text = [units_of(settings, one, own, maps) for one, own in texts]
     total, num_units, reported = torch.zeros((), dtype=torch.float64), sum(map(len, by_text)), 0.0
     for weight, units in zip(weights or [1.0] * len(texts), by_text, strict=True):
         divisor = max(1, len(units)) if term.type == "tcad" else 1

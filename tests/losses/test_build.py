@@ -27,11 +27,11 @@ from nemo_opd.losses import p_kl, same_vocab, sampled_chunk_kl, sampled_kl, tcad
 from nemo_opd.losses.term_loss import ACROSS_TOKENIZERS, LOSSES, NOT_ARGUMENTS, build
 from nemo_opd.types import ChunkRows, LossOutput, SampledRows, TeacherRows, TokenRows
 
-from . import cases, oracle
+from . import cases
 
 SUPPORT = {"support": "union", "top_k": 2, "normalization": "rest"}
 SETTINGS = {"divergence": "jsd", "beta": 0.2, "temperature": 1.5}
-CHUNKS = oracle.random_chunk_ids(np.random.default_rng(3), 2, 7, 6)
+CHUNKS = cases.random_chunk_ids(np.random.default_rng(3), 2, 7, 6)
 
 
 def rows(positions: int) -> TokenRows:
@@ -184,7 +184,7 @@ def test_p_kl_term():
 @pytest.mark.parametrize(("term", "objective"), [(SameVocabTerm, SameVocabLoss), (PKLTerm, PKLLoss)])
 def test_the_objective_around_a_term_is_no_part_of_its_loss(term, objective):
     """The weights of the objective are applied by the trainer; a run's own `loss` is a term that has them."""
-    tokens, chunks = rows(7), oracle.random_chunk_ids(np.random.default_rng(4), 2, 7, 7)
+    tokens, chunks = rows(7), cases.random_chunk_ids(np.random.default_rng(4), 2, 7, 7)
     batch = (logits(7, 9, 0), logits(7, 9, 1), tokens, TeacherRows(tokens, ChunkRows(*chunks)), 4)
     losses = [
         build(settings, cases.identity(9)).plan(*batch).compute().loss

@@ -1,119 +1,102 @@
-"""Presets against the formulas of the systems they are named after, in plain loops."""
+"""Presets against the formulas of the systems they are named after."""
 
 import math
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nemo_opd.losses import gold, h_kl, p_kl, uld
-from tests.reference.losses import pairs_of
+from tests.reference import losses as reference
 
-from . import oracle
-from .cases import TEACHER, Batch, pair, two_tokenizers
-from .plain import plain_maps
+from . import cases
+from .cases import STUDENT, TEACHER, Batch, pair, two_tokenizers
+from .plain import plain_maps, plain_texts
 
 TAU = 1.7
-KINDS = [kind for kind in oracle.KINDS if kind[0] != "tvd"]
-
-
-def units(batch: Batch) -> list[tuple[list, list, list, list]]:
-    """Of each unit the softmaxes of all its positions on both sides, at TAU, and its tokens."""
-    sides = (batch.student_chunk_id.tolist(), batch.teacher_chunk_id.tolist())
-    found = []
-    for (b, i, j), (m, n) in zip(oracle.units(*sides), oracle.lengths(*sides), strict=True):
-        p = [oracle.softmax(batch.student[b, i + k].tolist(), TAU) for k in range(m)]
-        q = [oracle.softmax(batch.teacher[b, j + k].tolist(), TAU) for k in range(n)]
-        x, y = batch.student_ids[b, i + 1 : i + 1 + m].tolist(), batch.teacher_ids[b, j + 1 : j + 1 + n].tolist()
-        found.append((p, q, x, y))
-    return found
-
-
-def geometric(distributions: list) -> list:
-    return [
-        math.exp(math.fsum(map(math.log, column)) / len(distributions)) for column in zip(*distributions, strict=True)
-    ]
-
-
-def arithmetic(distributions: list) -> list:
-    return [math.fsum(column) / len(distributions) for column in zip(*distributions, strict=True)]
-
-
-def observed(distributions: list, tokens: list) -> list:
-    factor = math.prod(p[x] for p, x in zip(distributions[1:], tokens[1:], strict=True))
-    return [factor * mass for mass in distributions[0]]
-
-
-def tails(p: list, q: list, pairs: dict, num_ranks: int, cut: bool) -> float:
-    ours = sorted((mass for s, mass in enumerate(p) if s not in pairs), reverse=True)[:num_ranks]
-    theirs = sorted((mass for t, mass in enumerate(q) if t not in pairs.values()), reverse=True)[:num_ranks]
-    length = min(len(ours), len(theirs)) if cut else max(len(ours), len(theirs))
-    ours, theirs = ([*side, *[0.0] * length][:length] for side in (ours, theirs))
-    return math.fsum(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-
-
-PAIRS = {
-    loss: dict(zip(*pairs_of(plain_maps(pair(), TEACHER), least), strict=True))
-    for loss, least in ((gold, math.inf), (h_kl, 0.6))
+KINDS = [kind for kind in cases.KINDS if kind[0] != "tvd"]
+Pairs = tuple[list[int], list[int]]
+PAIRS: dict[Callable[..., Any], Pairs] = {
+    loss: reference.pairs_of(plain_maps(pair(), TEACHER), least) for loss, least in ((gold, math.inf), (h_kl, 0.6))
 }
 
 
+def value_of(loss: Callable[..., Any], **options: Any) -> float:
+    """Sum over the units."""
+    batch = two_tokenizers()
+    return loss(batch.student, batch.teacher, **batch.of_chunks, normalizer=1, temperature=TAU, **options).loss.item()
+
+
+def units(batch: Batch) -> Iterator[tuple[Tensor, Tensor, list[int], list[int]]]:
+    """Of each unit the log-probabilities at all its positions on both sides, at TAU, and its tokens."""
+    for one, own in plain_texts(batch):
+        for _, x, y, z, w in reference.aligned(one, own):
+            yield (z.detach() / TAU).log_softmax(1), (w / TAU).log_softmax(1), x, y
+
+
+def divergence(log_t: Tensor, log_s: Tensor, kind: str, **weights: float) -> Tensor:
+    return reference.divergence({"divergence": kind, "beta": 0.5, "mixed_weight": 0.5, **weights}, log_t, log_s)
+
+
+def common_and_tails(log_t: Tensor, log_s: Tensor, pairs: Pairs, num_ranks: int, kind: str, **weights: float) -> tuple:
+    ours, other = pairs
+    tails = reference.rest(log_t, other).exp(), reference.rest(log_s, ours).exp()
+    return divergence(log_t[other], log_s[ours], kind, **weights), reference.sorted_l1(*tails, num_ranks)
+
+
+@pytest.mark.parametrize(("uncommon_topk", "num_ranks"), [(2, 2), (5, None)])
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 @pytest.mark.parametrize("loss", [gold, h_kl])
-def test_paired_losses_of_nemo_rl(loss, kind, weights):
-    batch, pairs = two_tokenizers(), PAIRS[loss]
-    total = 0.0
-    for p, q, _, _ in units(batch):
-        s, t = geometric(p), geometric(q)
-        common = oracle.divergence([t[k] for k in pairs.values()], [s[k] for k in pairs], kind, **weights)
-        total += TAU**2 * (common + tails(s, t, pairs, 2, cut=True))
-    options = {"compat": "nemo_rl", "uncommon_topk": 2, "temperature": TAU, "divergence": kind, **weights}
-    out = loss(batch.student, batch.teacher, projection=pair(), **batch.of_chunks, normalizer=1, **options)
-    assert out.loss.item() == pytest.approx(total, rel=1e-12)
+def test_paired_losses_of_nemo_rl(loss, kind, weights, uncommon_topk, num_ranks):
+    """Catches a mean that is renormalised, and tails that are not cut to the shorter, the student's."""
+    pairs = PAIRS[loss]
+    num_ranks = num_ranks or len(STUDENT) - len(pairs[0])
+    assert num_ranks <= uncommon_topk
+    total = sum(
+        sum(common_and_tails(log_q.mean(0), log_p.mean(0), pairs, num_ranks, kind, **weights))
+        for log_p, log_q, _, _ in units(two_tokenizers())
+    )
+    options = {"compat": "nemo_rl", "uncommon_topk": uncommon_topk, "divergence": kind, **weights}
+    assert value_of(loss, projection=pair(), **options) == pytest.approx(TAU**2 * total.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 @pytest.mark.parametrize("loss", [gold, h_kl])
 def test_paired_losses_of_trl(loss, kind, weights):
-    batch, pairs = two_tokenizers(), PAIRS[loss]
-    share, total = len(pairs) / len(TEACHER), 0.0
-    for p, q, x, y in units(batch):
-        s, t = observed(p, x), observed(q, y)
-        common = oracle.divergence([t[k] for k in pairs.values()], [s[k] for k in pairs], kind, **weights)
-        total += share * common + (1 - share) * tails(s, t, pairs, 99, cut=False)
-    options = {"compat": "trl", "temperature": TAU, "divergence": kind, **weights}
-    out = loss(batch.student, batch.teacher, projection=pair(), **batch.of_chunks, normalizer=1, **options)
-    assert out.loss.item() == pytest.approx(total, rel=1e-12)
+    pairs, total = PAIRS[loss], torch.zeros(())
+    share = len(pairs[0]) / len(TEACHER)
+    for log_p, log_q, x, y in units(two_tokenizers()):
+        sides = reference.merged(log_q, y, "observed"), reference.merged(log_p, x, "observed")
+        common, tails = common_and_tails(*sides, pairs, 99, kind, **weights)
+        total = total + share * common + (1 - share) * tails
+    options = {"compat": "trl", "divergence": kind, **weights}
+    assert value_of(loss, projection=pair(), **options) == pytest.approx(total.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("top_k", [4, None])
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
 def test_p_kl_of_nemo_rl(kind, top_k):
     """Columns chosen over all positions; the teacher normalised on them at every position, the student afterwards."""
-    batch = two_tokenizers()
-    rows = [
-        {int(t): float(w) for t, w in zip(ts, ws, strict=True) if t >= 0}
-        for ts, ws in zip(pair().indices, pair().weights, strict=True)
-    ]
-    covered = sorted({t for row in rows for t in row})
-    largest = batch.teacher.flatten(0, 1).amax(0).tolist()
-    kept = sorted(covered, key=lambda t: -largest[t])[:top_k]
-    total = 0.0
-    for p, q, _, _ in units(batch):
-        mean = arithmetic(p)
-        s = [math.fsum(mean[v] * row.get(t, 0.0) for v, row in enumerate(rows)) for t in kept]
-        t_bar = geometric([[masses[t] / math.fsum(masses[k] for k in kept) for t in kept] for masses in q])
-        total += TAU**2 * oracle.divergence(t_bar, [mass / math.fsum(s) for mass in s], kind)
-    options = {"compat": "nemo_rl", "vocab_topk": top_k, "temperature": TAU, "divergence": kind, "chunk_size": 3}
-    out = p_kl(batch.student, batch.teacher, projection=pair(), **batch.of_chunks, normalizer=1, **options)
-    assert out.loss.item() == pytest.approx(total, rel=1e-12)
+    R = plain_maps(pair(), TEACHER)["R"]
+    largest = two_tokenizers().teacher.flatten(0, 1).amax(0)
+    kept = [t for t in reference.top(largest, len(TEACHER)) if R[:, t].any()][:top_k]
+    total = torch.zeros(())
+    for log_p, log_q, _, _ in units(two_tokenizers()):
+        s = log_p.exp().mean(0) @ R[:, kept]
+        total = total + divergence(log_q[:, kept].log_softmax(1).mean(0), s.log().log_softmax(0), kind)
+    options = {"compat": "nemo_rl", "vocab_topk": top_k, "divergence": kind, "chunk_size": 3}
+    assert value_of(p_kl, projection=pair(), **options) == pytest.approx(TAU**2 * total.item(), rel=1e-12)
 
 
 def test_uld_of_trl():
-    batch = two_tokenizers()
-    total = math.fsum(tails(observed(p, x), observed(q, y), {}, 99, cut=False) for p, q, x, y in units(batch))
-    out = uld(batch.student, batch.teacher, **batch.of_chunks, normalizer=1, compat="trl", temperature=TAU)
-    assert out.loss.item() == pytest.approx(total, rel=1e-12)
+    total = torch.zeros(())
+    for log_p, log_q, x, y in units(two_tokenizers()):
+        sides = reference.merged(log_q, y, "observed"), reference.merged(log_p, x, "observed")
+        total = total + reference.sorted_l1(*(side.exp() for side in sides), 99)
+    assert value_of(uld, compat="trl") == pytest.approx(total.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from nemo_opd.losses.function import chunk_function, token_function
 from nemo_opd.losses.term_loss import build
 from nemo_opd.projection import ProjectionMatrix
 
-from . import oracle
-from .cases import STUDENT, TEACHER, pair
+from .cases import STUDENT, TEACHER, pair, random_chunk_ids
 
 HERE = "tests.losses.test_function:"
 B, S, T = 3, 7, 6
@@ -73,7 +72,7 @@ def test_tokens(chunk_size: int | None) -> None:
 
 
 def test_chunks() -> None:
-    student_chunk_id, teacher_chunk_id = oracle.random_chunk_ids(np.random.default_rng(5), B, S, T)
+    student_chunk_id, teacher_chunk_id = random_chunk_ids(np.random.default_rng(5), B, S, T)
     student = torch.randn(B, S, V, generator=generator(0), dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(B, T, W, generator=generator(1), dtype=torch.float64)
     student_ids = torch.randint(V, (B, S), generator=generator(2))

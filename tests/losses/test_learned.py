@@ -8,23 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_opd.config.loss import HKLTerm, PKLTerm
 from nemo_opd.errors import ProjectionError
 from nemo_opd.losses import LearnedProjection, h_kl, p_kl
 from nemo_opd.projection import ProjectionMatrix
-from tests.reference.losses import pairs_of
+from tests.reference import losses as reference
 
-from . import oracle
-from .cases import identity
+from .cases import identity, random_chunk_ids
 from .learned import check_against_dense, check_gradient, moved_projection
-from .plain import plain_maps
+from .plain import compared_chunks, plain_maps, plain_term
+from .projections import paired_matrix
 from .test_truncated import stored
 
 B, S, T, V, W = 2, 9, 8, 20, 24
-MATRIX = oracle.paired_matrix(V, W, 5, seed=0)
+MATRIX = paired_matrix(V, W, 5, seed=0)
 MAPS = plain_maps(MATRIX, ())
-PAIRS = dict(zip(*pairs_of(MAPS, 0.6), strict=True))
-CHUNKS = oracle.random_chunk_ids(np.random.default_rng(5), B, S, T)
-UNITS = oracle.units(*(side.tolist() for side in CHUNKS))
+PAIRS = dict(zip(*reference.pairs_of(MAPS, 0.6), strict=True))
+CHUNKS = random_chunk_ids(np.random.default_rng(5), B, S, T)
+UNITS = [(b, ours[0] - 1, theirs[0] - 1) for b, ours, theirs in compared_chunks(*CHUNKS)]
+"""Row, and the positions of both sides' logits."""
 
 
 def logits(positions: int, width: int, seed: int) -> Tensor:
@@ -61,30 +63,21 @@ def dense(learned: LearnedProjection, delta: Tensor) -> Tensor:
 
 
 def of_projection(learned: LearnedProjection, delta: Tensor, student: Tensor, tau: float) -> Tensor:
-    """Compute forward KL + coverage, KL(q̂ ‖ p̃), by autograd through a dense R."""
-    R, covered, total = dense(learned, delta), MAPS["R"].sum(0) > 0, torch.zeros((), dtype=torch.float64)
-    for b, i, j in UNITS:
-        mass = (student[b, i] / tau).softmax(-1) @ R
-        q = (TEACHER[b, j] / tau).softmax(-1)[covered]
-        q = q / q.sum()
-        total = total + (q * (q / mass[covered]).log()).sum()
-    return tau**2 * total / len(UNITS)
+    """Compute p_kl by autograd through a dense R."""
+    term, maps = plain_term(PKLTerm()), {"R": dense(learned, delta), "kept": []}
+    sides = (((TEACHER[b, j] / tau).log_softmax(0), (student[b, i] / tau).log_softmax(0)) for b, i, j in UNITS)
+    return tau**2 * sum(reference.p_kl(term, maps, *logs) for logs in sides) / len(UNITS)
 
 
 def of_pairs(learned: LearnedProjection, delta: Tensor, student: Tensor, tau: float) -> Tensor:
     """Compute forward KL on pairs and rest, and the tails, by autograd through a dense R."""
-    R, total = dense(learned, delta), torch.zeros((), dtype=torch.float64)
-    others_p = torch.tensor([s for s in range(V) if s not in PAIRS])
-    others_q = torch.tensor([t for t in range(W) if t not in PAIRS.values()])
+    term, total, ours, other = plain_term(HKLTerm()), torch.zeros(()), list(PAIRS), list(PAIRS.values())
+    shares = dense(learned, delta)[ours, other]
     for b, i, j in UNITS:
         p, q = (student[b, i] / tau).softmax(-1), (TEACHER[b, j] / tau).softmax(-1)
-        cells_p = torch.stack([p[s] * R[s, t] for s, t in PAIRS.items()])
-        cells_q = torch.stack([q[t] for t in PAIRS.values()])
-        cells_p, cells_q = (torch.cat([cells, 1 - cells.sum(0, keepdim=True)]) for cells in (cells_p, cells_q))
-        tails = p[others_p].sort(descending=True).values, q[others_q].sort(descending=True).values
-        length = max(map(len, tails))
-        tails = tuple(torch.cat([tail, tail.new_zeros(length - len(tail))]) for tail in tails)
-        total = total + (cells_q * (cells_q / cells_p).log()).sum() + (tails[0] - tails[1]).abs().sum()
+        cells = (torch.cat([mass, 1 - mass.sum(0, keepdim=True)]).log() for mass in (q[other], p[ours] * shares))
+        tails = reference.sorted_l1(reference.rest(q, other), reference.rest(p, ours), V + W)
+        total = total + reference.divergence(term, *cells) + tails
     return tau**2 * total / len(UNITS)
 
 

@@ -10,9 +10,8 @@ from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.losses.piece_tree import ByteTree, PieceTree, first_pieces
 from nemo_opd.losses.prefixes import PrefixRanges
 from nemo_opd.projection import ProjectionMatrix
-from tests.losses.cases import bytes_of
 
-from . import oracle_prefix
+from .projections import spelled_matrix
 
 V = 4
 
@@ -23,23 +22,13 @@ def random_pieces(seed: int) -> list[tuple[int, ...]]:
     return [tuple(draw.integers(V, size=draw.integers(0, 5)).tolist()) for _ in range(60)]
 
 
-def matrix(spellings: list[tuple[int, ...]]) -> ProjectionMatrix:
-    return ProjectionMatrix(
-        np.full((V, 1), -1),
-        np.zeros((V, 1)),
-        teacher_vocab_size=len(spellings),
-        teacher_spellings=np.array([piece for spelling in spellings for piece in spelling], np.int64),
-        teacher_spelling_ends=np.cumsum([len(spelling) for spelling in spellings]),
-        **bytes_of([bytes([v]) for v in range(V)], [bytes(spelling) for spelling in spellings]),
-    )
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sizes", [(V, 60), (V - 1, 47)])
 def test_runs_of_every_node_equal_the_lists(seed: int, sizes: tuple[int, int]) -> None:
     """Catches tokens of one node under another, an end taken for a piece, and tokens beyond a vocabulary."""
     spellings = random_pieces(seed)
-    projection = matrix(spellings)
+    texts = [bytes(spelling) for spelling in spellings]
+    projection = spelled_matrix([], V, texts, spellings, [bytes([v]) for v in range(V)])
     tree = PieceTree.of(projection, "spelling", *sizes, torch.device("cpu"))
     spelled = {t: s for t, s in enumerate(spellings[: sizes[1]]) if s and max(s) < sizes[0]}
     nodes = {(): 0}
@@ -70,7 +59,7 @@ def test_ranges_equal_the_loop(seed: int) -> None:
     rng = np.random.default_rng(seed)
     strings = [b"".join(parts) for n in range(4) for parts in itertools.product([b"a", b"b", b"\xff"], repeat=n)]
     pieces = [None if i < 0 else strings[i] for i in rng.integers(-1, len(strings), size=60)]
-    matrix = oracle_prefix.matrix([], 1, 60, byte_prefix=[-1] * 60, teacher=pieces)
+    matrix = spelled_matrix([], 1, pieces, [[]] * 60)
     size = 60 - 15 * (seed % 2)
     ranges = PrefixRanges.of(matrix, size, torch.device("cpu"))
     pieces = pieces[:size]
@@ -78,7 +67,8 @@ def test_ranges_equal_the_loop(seed: int) -> None:
     assert torch.equal(order[ranges.place], torch.arange(size))
     for token, piece in enumerate(pieces):
         found = set(order[ranges.begin[token] : ranges.end[token]].tolist())
-        assert found == {t for t in range(size) if oracle_prefix.begins(piece, pieces[t], t == token)}
+        begun = {t for t, other in enumerate(pieces) if piece and other and other.startswith(piece)}
+        assert found == begun | {token}
 
 
 def test_the_longest_token_that_begins_a_text() -> None:

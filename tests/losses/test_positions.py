@@ -17,7 +17,7 @@ from nemo_opd.losses.position_units import compared_positions
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.projection.retokenization import byte_order
 from tests.losses.cases import bytes_of
-from tests.losses.oracle_prefix import matrix
+from tests.losses.projections import spelled_matrix
 from tests.reference import positions
 from tests.reference.positions import (
     Cells,
@@ -226,15 +226,7 @@ def test_a_token_that_crosses_the_teachers_is_compared_only_if_it_is_the_last(
     """
     pieces = {b"ab": [1, 2], b"cd": [3, 4], b"abc": [8, 3], b"d": [4]}
     spellings = [[0], *(pieces[token] for token in teacher)]
-    projection = matrix(
-        [],
-        len(TOKENS),
-        3,
-        byte_prefix=[spelling[0] for spelling in spellings],
-        teacher=[b"", *teacher],
-        spellings=spellings,
-        student=TOKENS,
-    )
+    projection = spelled_matrix([], len(TOKENS), [b"", *teacher], spellings, TOKENS)
     student = [0, *student]
     chunks = [-1, *[0] * (len(student) - 1)]
     generator = torch.Generator().manual_seed(0)

@@ -5,7 +5,8 @@ import torch
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.arguments import chunk_starts, chunk_units, count_label_tokens, label_rows
 
-from . import oracle
+from .cases import random_chunk_ids
+from .plain import compared_chunks
 
 
 def test_label_rows_are_the_predictors():
@@ -17,29 +18,24 @@ def test_label_rows_are_the_predictors():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_units_equal_the_loop(seed):
-    rng = np.random.default_rng(seed)
-    student, teacher = oracle.random_chunk_ids(rng, 4, 17, 12)
-    expected = oracle.units(student.tolist(), teacher.tolist())
+    student, teacher = random_chunk_ids(np.random.default_rng(seed), 4, 17, 12)
+    expected = compared_chunks(student, teacher)
     units = chunk_units(student, teacher)
-    assert units.student_rows.tolist() == [b * 17 + i for b, i, _ in expected]
-    assert units.teacher_rows.tolist() == [b * 12 + j for b, _, j in expected]
+    assert units.student_rows.tolist() == [b * 17 + ours[0] - 1 for b, ours, _ in expected]
+    assert units.teacher_rows.tolist() == [b * 12 + theirs[0] - 1 for b, _, theirs in expected]
     assert chunk_starts(student, teacher)[0].sum() == len(expected)
     assert len(units) == len(expected)
-    lengths = list(zip(units.student_lengths.tolist(), units.teacher_lengths.tolist(), strict=True))
-    assert lengths == oracle.lengths(student.tolist(), teacher.tolist())
+    assert units.student_lengths.tolist() == [len(ours) for _, ours, _ in expected]
+    assert units.teacher_lengths.tolist() == [len(theirs) for _, _, theirs in expected]
 
 
 def test_the_units_that_are_kept():
-    student, teacher = oracle.random_chunk_ids(np.random.default_rng(0), 4, 17, 12)
+    student, teacher = random_chunk_ids(np.random.default_rng(0), 4, 17, 12)
     units = chunk_units(student, teacher)
     one_to_one = (units.student_lengths == 1) & (units.teacher_lengths == 1)
     kept = units.where(one_to_one)
-    sizes = oracle.lengths(student.tolist(), teacher.tolist())
-    expected = [
-        b * 17 + i
-        for (b, i, _), size in zip(oracle.units(student.tolist(), teacher.tolist()), sizes, strict=True)
-        if size == (1, 1)
-    ]
+    chunks = compared_chunks(student, teacher)
+    expected = [b * 17 + ours[0] - 1 for b, ours, theirs in chunks if len(ours) == len(theirs) == 1]
     assert kept.student_rows.tolist() == expected
     assert 0 < len(kept) < len(units)
     assert kept.student_lengths.eq(1).all()
@@ -50,7 +46,8 @@ def test_chunks_on_one_side_only_or_at_token_0_are_no_units():
     """Truncation leaves a chunk on one side; token 0 has no predictor on its own side, whatever the other has."""
     student = torch.tensor([[0, 1, 1, 2, -1, 4], [-1, 0, 1, 2, -1, -1]])
     teacher = torch.tensor([[-1, 0, 1, 3, 4], [0, 1, 2, 2, 5]])
-    assert oracle.units(student.tolist(), teacher.tolist()) == [(0, 0, 1), (0, 4, 3), (1, 1, 0), (1, 2, 1)]
+    chunks = [(0, [1, 2], [2]), (0, [5], [4]), (1, [2], [1]), (1, [3], [2, 3])]
+    assert compared_chunks(student, teacher) == chunks
     units = chunk_units(student, teacher)
     assert units.student_rows.tolist() == [0, 4, 7, 8]
     assert units.teacher_rows.tolist() == [1, 3, 5, 6]

@@ -15,9 +15,8 @@ from nemo_opd.losses import sampled_chunk_kl, sampled_kl
 from nemo_opd.losses.term_loss import NOT_ARGUMENTS
 from tests.tokenizers_fixture import encode, real_tokenizer
 
-from . import oracle, oracle_prefix
-from .cases import Batch, identity, one_tokenizer, random_logits, two_tokenizers
-from .plain import cost
+from .cases import Batch, identity, one_tokenizer, random_chunk_ids, random_logits, two_tokenizers
+from .plain import compared_chunks, cost
 
 WAYS = [
     ("k1", "policy_gradient"),
@@ -31,8 +30,9 @@ SEQUENCES = {"importance_level": "sequence", "importance_cap": 2.0, "importance_
 
 
 def random_alignment() -> Batch:
-    chunks = oracle.random_chunk_ids(np.random.default_rng(1), 2, 14, 12)
-    ids = oracle_prefix.random_ids(0, chunks, 7, 5)
+    chunks = random_chunk_ids(np.random.default_rng(1), 2, 14, 12)
+    generator = torch.Generator().manual_seed(0)
+    ids = (torch.randint(size, side.shape, generator=generator) for side, size in zip(chunks, (7, 5), strict=True))
     return Batch(random_logits(2, 14, 7, 0, 1.0), random_logits(2, 12, 5, 1, 1.0), *ids, *chunks, identity(1))
 
 
@@ -103,8 +103,8 @@ def test_value_and_gradient_are_those_of_the_reference(batch_of, importance, est
 @pytest.mark.tokenizers
 def test_real_alignments_have_chunks_of_every_kind():
     batch = real_alignment()
-    lists = batch.student_chunk_id.tolist(), batch.teacher_chunk_id.tolist()
-    lengths = {(len(chunk.student), len(chunk.teacher)) for chunk in oracle_prefix.chunks_of(*lists)}
+    chunks = compared_chunks(batch.student_chunk_id, batch.teacher_chunk_id)
+    lengths = {(len(student), len(teacher)) for _, student, teacher in chunks}
     assert {(1, 1), (1, 3), (3, 1), (4, 2)} <= lengths
 
 

@@ -11,7 +11,7 @@ from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.support import Columns, Support, largest, with_rest
 from tests.reference import losses as reference
 
-from .oracle import KINDS
+from .cases import KINDS
 
 SUPPORTS, NORMALIZATIONS = ("teacher_topk", "student_topk", "union"), ("full", "support", "rest")
 GRID = tuple(itertools.product(KINDS, SUPPORTS, NORMALIZATIONS))

@@ -11,8 +11,8 @@ from nemo_opd.losses.sparse_projection import SparseProjection, TokenPairs
 from nemo_opd.projection import ProjectionMatrix
 from tests.reference import losses as reference
 
-from . import oracle
 from .plain import plain_maps
+from .projections import paired_matrix
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def as_dict(pairs: TokenPairs) -> dict[int, int]:
 @pytest.mark.parametrize("seed", range(6))
 def test_pairs_equal_the_loop(seed: int) -> None:
     """A pair is dropped when either token lies beyond its size; what remains is in no pair."""
-    matrix = oracle.paired_matrix(40, 30, 8, seed)
+    matrix = paired_matrix(40, 30, 8, seed)
     maps = plain_maps(matrix, ())
     relaxed = dict(zip(*reference.pairs_of(maps, 0.6), strict=True))
     exact = dict(zip(*reference.pairs_of(maps), strict=True))

@@ -25,8 +25,8 @@ from nemo_opd.config.loss import (
 from nemo_opd.losses.term_loss import NOT_ARGUMENTS
 from nemo_opd.projection import ProjectionMatrix
 
-from . import oracle
 from .cases import (
+    KINDS,
     LOSSES,
     PHI,
     STUDENT_CELLS,
@@ -118,7 +118,7 @@ def batch_of(term: LossTerm) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+@pytest.mark.parametrize(("kind", "weights"), KINDS)
 @pytest.mark.parametrize(("term", "settings"), WITH_DIVERGENCE, ids=str)
 def test_with_every_divergence(term: type, settings: dict[str, Any], kind: str, weights: dict[str, float]) -> None:
     """Catches a predictor of another token, a temperature or τ² on one summand, columns that are not tokens, a rest, a
@@ -169,7 +169,7 @@ ONE_SIDED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+@pytest.mark.parametrize(("kind", "weights"), KINDS)
 @pytest.mark.parametrize(("term", "projection"), ONE_SIDED, ids=lambda value: getattr(value, "type", ""))
 def test_a_rest_of_one_side_is_dropped(
     term: LossTerm, projection: ProjectionMatrix, kind: str, weights: dict[str, float]
@@ -243,7 +243,7 @@ def test_forbidden_tokens_are_finite(case: Case) -> None:
         assert gradient.any()
 
 
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+@pytest.mark.parametrize(("kind", "weights"), KINDS)
 def test_vocab_topk_is_bounded_by_all_columns_and_equal_at_their_number(kind: str, weights: dict[str, float]) -> None:
     """Fewer cells are a coarser view of the same two distributions; float64 rounds 1e-16 of the value."""
     batch, num_columns = two_tokenizers(), len(set(pair().indices.flatten().tolist()) - {-1})

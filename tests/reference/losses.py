@@ -113,9 +113,8 @@ def chunk_loss(term: Dict, maps: Dict, x: list[int], y: list[int], z: Tensor, w:
     log_p = merged((z / tau).log_softmax(1), x, "arithmetic" if how == "geometric" and kind == "p_kl" else how)
     if kind == "byte_prefix":
         return tau**2 * byte_prefix(term, maps, log_q, log_p, x, y, (w / tau).softmax(1)) + continuation
-    losses = {"same_vocab": same_vocab, "tcad": tcad, "p_kl": p_kl, "gold": gold, "h_kl": gold, "strict": strict}
-    losses |= {"shared_prefix": shared_prefix, "uld": uld}
-    return tau**2 * losses[kind](term, maps, log_q, log_p) + continuation
+    losses = {loss.__name__: loss for loss in (same_vocab, tcad, p_kl, gold, strict, shared_prefix, uld)}
+    return tau**2 * (losses | {"h_kl": gold})[kind](term, maps, log_q, log_p) + continuation
 
 
 def merged(rows: Tensor, ids: list[int], how: str | None) -> Tensor:
@@ -159,8 +158,7 @@ def uld(term: Dict, maps: Dict, log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def sorted_l1(q: Tensor, p: Tensor, k: int) -> Tensor:
-    padded = pad(q, (0, len(p))), pad(p, (0, len(q)))
-    q, p = (side.sort(descending=True).values[:k] for side in padded)
+    q, p = (pad(a, (0, len(b))).sort(descending=True).values[:k] for a, b in ((q, p), (p, q)))
     return (q - p).abs().sum()
 
 
@@ -172,8 +170,14 @@ def strict(term: Dict, maps: Dict, log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def byte_prefix(term: Dict, maps: Dict, log_q: Tensor, log_p: Tensor, x: list[int], y: list[int], q: Tensor) -> Tensor:
+    u, cells, others = byte_cells(maps, q, x, y, len(log_p))
+    return divergence(term, *with_rest(u[cells].log(), unmapped(log_q, maps["phi"]), log_p[cells], log_p[others]))
+
+
+def byte_cells(maps: Dict, q: Tensor, x: list[int], y: list[int], size: int) -> tuple[Tensor, list[int], list[int]]:
+    """u of all student tokens, those that are cells, and those of the rest cell. q: by position of the chunk."""
     phi, pieces, reached = maps["phi"], maps["pieces"], set(maps["phi"]) - {-1}
-    u, cells = pushed(log_q, phi, len(log_p)), sorted(reached)
+    u, cells = pushed(q[0], phi, size), sorted(reached)
     if len(x) == 1 and len(y) > 1:
         follows = [t for t, piece in enumerate(pieces) if piece and piece.startswith(pieces[y[-1]])]
         bound = math.prod(q[k, y[k]] for k in range(len(y) - 1)) * q[-1, follows].sum()
@@ -181,23 +185,22 @@ def byte_prefix(term: Dict, maps: Dict, log_q: Tensor, log_p: Tensor, x: list[in
         u[x[0]] += bound
         cells = sorted({*reached, *x})
     # A single token that no φ reaches may be x itself: then the student's rest can be empty.
-    rest_p = rest(log_p, cells) if len(reached) < len(log_p) - 1 else log_p[:0]
-    return divergence(term, *with_rest(u[cells].log(), unmapped(log_q, phi), log_p[cells], rest_p))
+    others = sorted(set(range(size)) - set(cells)) if len(reached) < size - 1 else []
+    return u, cells, others
 
 
 def shared_prefix(term: Dict, maps: Dict, log_q: Tensor, log_p: Tensor) -> Tensor:
-    sides, size = [], max(maps["psi"][0]) + 1
-    for log_mass, psi in ((log_q, maps["psi"][1]), (log_p, maps["psi"][0])):
-        sides += [pushed(log_mass, psi, size).log(), unmapped(log_mass, psi)]
-    return divergence(term, *with_rest(*sides))
+    (ours, other), size = maps["psi"], max(maps["psi"][0]) + 1
+    t, s = pushed(log_q.exp(), other, size), pushed(log_p.exp(), ours, size)
+    return divergence(term, *with_rest(t.log(), unmapped(log_q, other), s.log(), unmapped(log_p, ours)))
 
 
-def pushed(log_mass: Tensor, onto: list[int], size: int) -> Tensor:
-    return log_mass.new_zeros(size + 1).index_add(0, torch.tensor(onto) % (size + 1), log_mass.exp())[:-1]
+def pushed(mass: Tensor, onto: list[int], size: int) -> Tensor:
+    return mass.new_zeros(size + 1).index_add(0, torch.tensor(onto) % (size + 1), mass)[:-1]
 
 
-def unmapped(log_mass: Tensor, onto: list[int]) -> Tensor:
-    return log_mass[[t for t, v in enumerate(onto) if v < 0]]
+def unmapped(mass: Tensor, onto: list[int]) -> Tensor:
+    return mass[[t for t, v in enumerate(onto) if v < 0]]
 
 
 def alm(tau: float, x: list[int], y: list[int], z: Tensor, w: Tensor) -> Tensor:

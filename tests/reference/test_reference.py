@@ -20,7 +20,7 @@ def test_nothing_of_the_package_is_imported() -> None:
 def test_it_can_be_read_in_one_sitting() -> None:
     """Lines of code: without blank lines, comments and docstrings. Some files are references by themselves."""
     lines = {file.name: lines_of_code(file) for file in FILES}
-    for name in ("positions.py", "completions.py"):
+    for name in ("positions.py", "completions.py", "truncated.py"):
         assert lines.pop(name) <= 100
     assert sum(lines.values()) <= 300
 

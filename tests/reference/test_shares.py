@@ -8,9 +8,8 @@ import torch
 
 from nemo_opd.config.loss import SampledKLTerm
 from nemo_opd.losses import sampled_chunk_kl
-from tests.losses import oracle_prefix
 from tests.losses.cases import one_tokenizer, random_logits
-from tests.losses.plain import plain_texts
+from tests.losses.plain import compared_chunks, plain_texts
 from tests.losses.test_sampled_chunk_kl import random_alignment
 from tests.reference import losses as reference
 
@@ -82,8 +81,8 @@ def test_value_gradient_and_metrics(settings: dict) -> None:
     kd = out.metrics["kd"]
     assert kd.count == len(units)
     assert kd.value() == pytest.approx(sum(value.item() for _, value in units) / len(units), rel=1e-11)
-    lists = batch.student_chunk_id.tolist(), batch.teacher_chunk_id.tolist()
-    num_tokens = sum(len(chunk.student) for chunk in oracle_prefix.chunks_of(*lists))
+    chunks = compared_chunks(batch.student_chunk_id, batch.teacher_chunk_id)
+    num_tokens = sum(len(student) for _, student, _ in chunks)
     assert out.metrics["policy/ratio"].count == num_tokens > len(units)
 
 

@@ -6,7 +6,7 @@ import torch
 from nemo_opd.config.loss import BytePrefixTerm, GoldTerm, PKLTerm
 from nemo_opd.preflight.survey import TargetShares, sampled_rows
 from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
-from tests.losses.oracle_prefix import matrix
+from tests.losses.projections import spelled_matrix
 
 STUDENT = (b"", b"ab", b"c", b"d")
 TEACHER = (b"", b"abc", b"d", b"cd", b"abcd")
@@ -26,7 +26,7 @@ def batch(student: list[int], teacher: list[int], chunks: tuple[list[int], list[
 
 # The texts: begin | ab·c | d | ab·c·d of the student, which the teacher has as one token each, the last of which has no
 # pieces; begin ab·c | d; and begin ab·c·d, a chunk of the teacher's abc·d, in whose second token d begins.
-MATRIX = matrix([(0, 0), (3, 2)], 4, 5, teacher=TEACHER, spellings=SPELLINGS, student=STUDENT)
+MATRIX = spelled_matrix([(0, 0), (3, 2)], 4, TEACHER, SPELLINGS, STUDENT)
 BATCHES = [
     batch([0, 1, 2, 3, 1, 2, 3], [0, 1, 2, 4], ([-1, 1, 1, 2, 3, 3, 3], [-1, 1, 2, 3])),
     batch([0, 1, 2, 3], [0, 1, 2], ([-1, 0, 0, 1], [-1, 0, 1])),
@@ -42,7 +42,7 @@ def test_shares_are_those_counted_by_hand() -> None:
     assert shares is not None
     assert shares.starts == pytest.approx((3 + 2 + 1) / (6 + 3 + 3))
     assert shares.every == pytest.approx((6 + 3 + 2) / (6 + 3 + 3))
-    without_bytes = matrix([(0, 0), (3, 2)], 4, 5, teacher=TEACHER, spellings=SPELLINGS)
+    without_bytes = spelled_matrix([(0, 0), (3, 2)], 4, TEACHER, SPELLINGS)
     assert TargetShares.of(BATCHES, 0, without_bytes, {}, "gold").every is None
     assert shares.kinds == {"n:1": pytest.approx(3 / 6), "1:1": pytest.approx(2 / 6), "n:m": pytest.approx(1 / 6)}
     assert shares.images == {"gold": pytest.approx(3 / 7), "byte_prefix": pytest.approx(6 / 7)}
