@@ -28,7 +28,7 @@ def units(term: Dict, one: Dict, own: Dict, maps: Dict, top_k: int, num_tokens: 
     """Of one sequence. Columns of w from num_tokens on are not tokens, but have places among the likeliest."""
     values = []
     for _, x, y, z, w in aligned(one, own):
-        if chunk_loss(term, maps, x, y, z, w[:, :num_tokens]) is not None:
+        if chunk_loss(term, maps, x, y, z, w[:, :num_tokens]) is not None:  # as in losses.py
             q = torch.stack([known(*position, top_k, num_tokens) for position in zip(w, y, strict=True)])
             K = [t for t in top(w[0], top_k) if t < num_tokens]
             values.append(truncated(term, maps, x, y, z[0].softmax(0), q, K))
@@ -42,17 +42,21 @@ def known(w: Tensor, y: int, top_k: int, num_tokens: int) -> Tensor:
     if num_tokens < len(w):  # (13.3)
         in_padding = sum(q[t] for t in likeliest if t >= num_tokens)
         rho = min(rho, (num_tokens - len(taken)) * q[likeliest[-1]] + in_padding)
-    return torch.stack([q[t] * (t in taken) for t in range(num_tokens)] + [rho])
+    masses = torch.stack([q[t] * (t in taken) for t in range(num_tokens)] + [rho])
+    return masses / masses.sum()
 
 
 def truncated(term: Dict, maps: Dict, x: list[int], y: list[int], p: Tensor, q: Tensor, K: list[int]) -> Tensor:
     """q: by position of the chunk. K: of the first one."""
-    if term["type"] == "byte_prefix":
+    kind = term["type"]
+    if kind == "byte_prefix":
         return byte_prefix(term, maps, q, p, x, y)
-    if term["type"] in ("gold", "h_kl"):
+    if kind in ("gold", "h_kl"):
         return gold(term, maps, q[0], p, K)
+    if kind == "uld":
+        return uld(q[0], p, K)
     losses = {"same_vocab": same_vocab, "p_kl": p_kl, "strict": strict, "shared_prefix": shared_prefix}
-    return uld(q[0], p, K) if term["type"] == "uld" else losses[term["type"]](term, maps, q[0], p)
+    return losses[kind](term, maps, q[0], p)
 
 
 def compared(term: Dict, t: Tensor, rest_t: Tensor, s: Tensor, rest_s: Tensor) -> Tensor:
