@@ -208,7 +208,7 @@ def test_a_run_imports_no_library_of_an_extra() -> None:
     [
         (
             "config, config.composition, alignment, preflight.inputs, "
-            "cli.settings_verbs, cli.projection, cli.cache, cli.checkpoint, cli.check",
+            "cli.settings_verbs, cli.projection, cli.cache, cli.checkpoint",
             ("torch", "transformers", "ray", "datasets"),
         ),
         ("cluster.ray.ray_cluster", ("transformers", "datasets", "numba")),

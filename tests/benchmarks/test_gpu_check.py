@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -15,21 +14,18 @@ import pytest
 import torch
 from xdist.remote import Producer
 
-from nemo_opd.cli import check
-from nemo_opd.cli.check import Part, Report, Result, gpu_test_files, parts_before, plan, read_output
-from nemo_opd.cli.main import main
-from nemo_opd.paths import UNKNOWN
 from tests.composition import ROOT
 from tests.conftest import ByFile, pytest_xdist_make_scheduler
 from tests.waiting import wait_until
+from tools.gpu_check import Part, Report, Result, end_processes, gpu_test_files, plan, read_output, run
 
-FACTS = {"commit": "a", "machine": "b", "packages": "c"}
 TESTS = """\
 tests/a.py::right PASSED                                                 [ 25%]
 [gw1] [ 50%] FAILED tests/a.py::wrong
 {"loss": 1.5}
 [gw0] [ 75%] SKIPPED tests/a.py::left (needs two GPUs)
 {"half a li"""
+PARTS = [part for group in plan(Path("models"), Path("scratch"), has_gpu=True) for part in group]
 SKIPPED_TESTS = "\n".join(f"[gw0] [ {n}0%] SKIPPED tests/a.py::left[{n}]" for n in range(3))
 
 
@@ -44,25 +40,18 @@ def test_what_was_skipped_has_not_passed() -> None:
     assert read_output("passed", 1.0, "[gw0] [100%] PASSED tests/a.py::right").outcome == "passed"
 
 
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_numbers_come_first_and_no_part_takes_the_time_of_all(has_gpu: bool) -> None:
+def test_numbers_come_first_and_no_part_takes_the_time_of_all() -> None:
     """Bug: 1,800 s for each part, and the tests before the numbers."""
-    parts = plan(Path("models"), Path("scratch"), has_gpu=has_gpu)
-    names = [part.name for together in parts for part in together]
-    assert names.index("machine") < names.index("kernels") < names.index("step") < names.index("tests")
-    assert names[-1] == "runs"
-    limits = {part.name: part.limit_s for together in parts for part in together}
-    assert not has_gpu or max(limits.values()) <= 240
-    assert not has_gpu or max(limits["gold"], limits["liger"]) <= 90
-    assert names.index("ray-step") < names.index("gold") < names.index("liger") < names.index("runs")
-    assert len(set(names)) == len(names)
+    names, limits = zip(*((part.name, part.limit_s) for part in PARTS), strict=True)
+    first = ["machine", "models", "kernels", "step", "tests", "demos", "kernel-times", "losses"]
+    assert [*names] == [*first, "ray-step", "plain-step", "gold", "liger", "runs"]
+    assert max(limits) <= 240
 
 
 def test_every_file_with_gpu_tests_is_in_one_part() -> None:
     """Bugs: a test that no part runs; an import of a library that this machine lacks, by files without such tests."""
-    files = gpu_test_files(ROOT)
-    by_name = {part.name: part.command for together in plan(Path(), Path(), has_gpu=True) for part in together}
-    assert sorted(word for name in ("tests", "runs") for word in by_name[name] if word.endswith(".py")) == files
+    files = gpu_test_files()
+    assert sorted(word for part in PARTS for word in part.command if word.startswith("tests/")) == files
     names = {Path(file).name for file in files}
     assert {"test_gpu.py", "test_transport_contract.py", "test_link.py", "test_profiled.py"} <= names
     assert not any(name.startswith("test_server") for name in names)
@@ -80,12 +69,12 @@ def test_workers_share_the_tests_of_a_file_when_asked_to(
 
 @pytest.fixture
 def run_parts(tmp_path: Path) -> Callable[..., Report]:
-    def run(*parts: Part, within_s: float = 60.0) -> Report:
-        report = Report(tmp_path, FACTS)
-        check._run(list(parts), tmp_path, report, time.monotonic() + within_s)
+    def run_within(*parts: Part, within_s: float = 60.0) -> Report:
+        report = Report(tmp_path, {})
+        run(parts, tmp_path, report, time.monotonic() + within_s)
         return report
 
-    return run
+    return run_within
 
 
 @pytest.fixture
@@ -94,7 +83,7 @@ def stubborn(tmp_path: Path) -> Iterator[tuple[Part, Path]]:
     file = tmp_path / "pid"
     command = (sys.executable, "-m", "timeit", "-n1", "-r1", "-s", "import os, time", _LEAVING.format(file=file))
     yield Part("stubborn", 15, command), file
-    check.end_processes("stubborn")
+    end_processes("stubborn")
 
 
 _LEAVING = """\
@@ -131,30 +120,10 @@ def test_nothing_begins_that_has_no_time_left(run_parts: Callable[..., Report]) 
     assert report.parts["late"].outcome == "skipped: no time left"
 
 
-def test_a_comparison_without_the_other_package_is_skipped(run_parts: Callable[..., Report]) -> None:
+def test_a_part_that_cannot_run_is_skipped(run_parts: Callable[..., Report]) -> None:
     """Bug: on a machine without TRL the check fails, or passes as if GOLD had been measured."""
-    report = run_parts(Part("other", 30, (sys.executable, "-m", "no_such_module"), package="no-such-package"))
-    assert report.parts["other"].outcome == "skipped: no-such-package is not installed"
-
-
-def test_parts_that_are_not_asked_for_stay_while_nothing_else_has_changed(tmp_path: Path) -> None:
-    """Bugs: `--only` after a whole check leaves a report of one part; two unknown commits are the same."""
-    first = Report(tmp_path, FACTS)
-    first.add("tests", Result("passed", 1.0, "9 passed", [{"a": 1}]), "output")
-    assert parts_before(tmp_path, FACTS) == first.parts
-    assert parts_before(tmp_path, FACTS | {"commit": "another"}) == {}
-    assert parts_before(tmp_path / "nothing", FACTS) == {}
-    Report(tmp_path, FACTS | {"commit": UNKNOWN}).add("tests", Result("passed"))
-    assert parts_before(tmp_path, FACTS | {"commit": UNKNOWN}) == {}
-
-
-def test_a_checkouts_results_go_into_a_folder_of_the_day(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a check writes over the results of another day, which documentation cites."""
-    with pytest.raises(SystemExit):
-        main(["check", "--help"])
-    shown = "".join(capsys.readouterr().out.split())
-
-    assert re.search(rf"{ROOT}/benchmarks/results/gpu/\d{{4}}-\d\d-\d\d\)", shown)
+    report = run_parts(Part("other", 30, (sys.executable, "-m", "no_such_module"), skip="trl is not installed"))
+    assert report.parts["other"] == Result("skipped: trl is not installed")
 
 
 @pytest.mark.world
@@ -165,7 +134,7 @@ def test_sigterm_ends_what_runs_and_says_where_the_rest_is(tmp_path: Path) -> No
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
         own = psutil.Process(process.pid)
         wait_until(
-            lambda: any("check_parts" in " ".join(each.cmdline()) for each in own.children()), "the part's process"
+            lambda: any("gpu_parts" in " ".join(each.cmdline()) for each in own.children()), "the part's process"
         )
         (child,) = own.children()
         process.terminate()
@@ -186,9 +155,8 @@ def test_without_a_gpu_all_that_can_be_done_is_done(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
     outcomes = {name: part["outcome"].partition(":")[0] for name, part in parts.items()}
-    small = ("machine", "models", "kernels", "step", "demos", "losses", "ray-step", "plain-step", "gold")
-    liger = {"liger": "passed" if find_spec("liger_kernel") else "skipped"}
-    assert outcomes == {**dict.fromkeys(small, "passed"), **dict.fromkeys(("tests", "runs"), "skipped"), **liger}
+    skipped = {"tests", "kernel-times", "runs"} | (set() if find_spec("liger_kernel") else {"liger"})
+    assert outcomes == {part.name: "skipped" if part.name in skipped else "passed" for part in PARTS}
     assert parts["step"]["values"]
     assert parts["gold"]["values"][-1]["ours / GOLD"] > 0
     assert "needs a CUDA device" in (tmp_path / "gpu_check.log").read_text()

@@ -36,6 +36,8 @@ def test_a_verb_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) ->
     assert "distill: there is no such verb; did you mean nemo-opd distil?" in capsys.readouterr().err
     assert exit_status("train") == 2
     assert "train: there is no such verb; did you mean nemo-opd distil?" in capsys.readouterr().err
+    assert exit_status("check") == 2
+    assert "check: there is no such verb; did you mean tools/gpu_check.py in a checkout?" in capsys.readouterr().err
     assert exit_status("projection", "bild") == 2
     assert "bild: there is no such verb; did you mean nemo-opd projection build?" in capsys.readouterr().err
     assert exit_status("xyz") == 2
