@@ -99,10 +99,11 @@ VERBS: Mapping[str, Verb | Group] = {
             "from-hf": Verb("checkpoint", "FROM_HF", "convert a Hugging Face folder to the first checkpoint of a run"),
         },
     ),
+    "check": Verb("check", "COMMAND", "try this project on the GPUs of this machine"),
     "completion": Verb("completion", "COMMAND", "print the code that lets a shell complete this command"),
 }
-_ELSEWHERE = {"train": f"{PROGRAM} distil", "check": "tools/gpu_check.py in a checkout"}
-"""Names that are not verbs, but verbs of other trainers or former ones, and what they are called."""
+_VERBS_OF_OTHERS = {"train": "distil"}
+"""Verbs of other trainers, by their names here."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,13 +112,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complete(os.environ["COMP_LINE"].split()[1:])
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["help"]:
-        is_verb = not words[1:] or _find(words[1:])[0] or _close_command([], words[1:])
+        is_verb = not words[1:] or _find(words[1:])[0] or _close_verb([], words[1:])
         words = [*words[1:], "--help"] if is_verb else ["distil", "--help", *words[1:]]
     names, verb = _find(words)
     if verb is None:
         parser = _parser()
-        if close := _close_command(names, words[len(names) :]):
-            parser.error(f"{words[len(names)]}: there is no such verb; did you mean {close}?")
+        if close := _close_verb(names, words[len(names) :]):
+            parser.error(
+                f"{words[len(names)]}: there is no such verb; did you mean {' '.join((PROGRAM, *names, close))}?"
+            )
         parser.parse_args(words if len(words) > len(names) else [*words, "--help"])
         parser.error("name a verb first")
     program = " ".join((PROGRAM, *names))
@@ -137,16 +140,15 @@ def _find(words: Sequence[str]) -> tuple[list[str], Verb | None]:
     return list(words[: entry is not None]), entry
 
 
-def _close_command(names: Sequence[str], arguments: Sequence[str]) -> str | None:
-    """Return the command whose verb resembles the first argument or is called so elsewhere; None if none does."""
+def _close_verb(names: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """Return the verb that resembles the first argument or is called so elsewhere; None if none does."""
     entry = VERBS[names[0]] if names else None
     verbs = entry.verbs if isinstance(entry, Group) else VERBS
     if not arguments:
         return None
-    if arguments[0] in _ELSEWHERE and not names:
-        return _ELSEWHERE[arguments[0]]
-    close = difflib.get_close_matches(arguments[0], verbs, n=1)
-    return " ".join((PROGRAM, *names, *close)) if close else None
+    if arguments[0] in _VERBS_OF_OTHERS and not names:
+        return _VERBS_OF_OTHERS[arguments[0]]
+    return next(iter(difflib.get_close_matches(arguments[0], verbs, n=1)), None)
 
 
 def _parser(path: Sequence[str] = (), verb: Verb | None = None) -> ArgumentParser:

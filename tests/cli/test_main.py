@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.cli import settings_verbs
+from nemo_opd.cli import check, settings_verbs
 from nemo_opd.cli.completion import complete_recipe, complete_setting
 from nemo_opd.cli.main import VERBS, Group, main
 from nemo_opd.config.run import RunConfig
@@ -30,14 +30,18 @@ def test_every_verb_has_a_command_with_help(words: tuple[str, ...], capsys: pyte
     assert f"nemo-opd {' '.join(words)}" in capsys.readouterr().out
 
 
+def test_check_needs_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "CHECKOUT", None)
+    with pytest.raises(SystemExit, match="nemo-opd check: its tests are not installed; run it in a checkout"):
+        main(["check"])
+
+
 def test_a_verb_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: a list of all verbs, without the one that is one letter away."""
     assert exit_status("distill") == 2
     assert "distill: there is no such verb; did you mean nemo-opd distil?" in capsys.readouterr().err
     assert exit_status("train") == 2
     assert "train: there is no such verb; did you mean nemo-opd distil?" in capsys.readouterr().err
-    assert exit_status("check") == 2
-    assert "check: there is no such verb; did you mean tools/gpu_check.py in a checkout?" in capsys.readouterr().err
     assert exit_status("projection", "bild") == 2
     assert "bild: there is no such verb; did you mean nemo-opd projection build?" in capsys.readouterr().err
     assert exit_status("xyz") == 2
