@@ -36,6 +36,8 @@ _SHAREGPT_ROLES = {
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
     "model": "assistant",
     "tool": "tool",
     "observation": "tool",

@@ -185,7 +185,7 @@ def _list_runs(arguments: Namespace, console: Console) -> None:
             problem = "there is no such folder"
             if arguments.folder.exists():
                 problem = "there is no run in it" if arguments.folder.is_dir() else "it is not a folder"
-            raise DataError(f"{arguments.folder}: {problem}; name a folder with runs")
+            raise DataError(f"{arguments.folder}: {problem}; name a folder with runs: nemo-opd runs FOLDER")
         rows = [_HEADS, *map(_row, runs)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:

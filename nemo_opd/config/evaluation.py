@@ -183,7 +183,7 @@ class QuestionSets(Questions):
             if own_reward is None and reward is None:
                 key = f"{section}reward" if name else "reward"
                 raise ValueError(
-                    f"{section[:-1] or key}: answers are scored by the reward; set {key}, such as reward=numeric"
+                    f"{section[:-1] or key}: answers are scored by the reward; set {key}, such as {key}=numeric"
                 )
             if environment is None:
                 if own_reward is not None and is_paid_by_environment(own_reward):

@@ -1,7 +1,7 @@
 """Short forms of a run's settings: a string in place of a section, and a teacher's type and name left out."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from glob import has_magic
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,6 +19,8 @@ SHORT = ("student", "teachers", "data", *TYPED)
 """Sections that a string can stand for."""
 SOURCES = ("data.train", "data.validation", "evaluation.data", "evaluation.sets.*.data")
 """Sections within others that files, or a data set on the hub, can stand for; * is any name."""
+REWARD_OF_SET = "evaluation.sets.*.reward"
+"""Sections that a type can stand for."""
 _UNUSUAL_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -41,22 +43,22 @@ def sections_of_strings(data: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(texts := sections.get("data"), str | list):
         sections["data"] = {"train": texts}
     for source in SOURCES:
-        sections = _with_source(sections, source.split("."))
-    return sections
+        sections = _replaced(sections, source, _source)
+    return _replaced(sections, REWARD_OF_SET, lambda _, name: {"type": name} if is_text(name) else name)
 
 
-def _with_source(section: Any, path: Sequence[str], key: str = "") -> Any:
-    """Return a section with the source that a string at a path in it stands for. key: of the section, and a dot."""
-    name, *inner_path = path
+def _replaced(section: Any, path: str, replace: Callable[[str, Any], Any], key: str = "") -> Any:
+    """Return a section with the values at a path in it replaced. key: of the section, with a dot at its end."""
+    name, _, inner_path = path.partition(".")
     if not isinstance(section, Mapping) or (name != "*" and name not in section):
         return section
-    changed = {
-        inner: _with_source(section[inner], inner_path, f"{key}{inner}.")
+    replaced = {
+        inner: _replaced(section[inner], inner_path, replace, f"{key}{inner}.")
         if inner_path
-        else _source(f"{key}{inner}", section[inner])
+        else replace(f"{key}{inner}", section[inner])
         for inner in (section if name == "*" else [name])
     }
-    return {**section, **changed}
+    return {**section, **replaced}
 
 
 def short_form(group: str, value: str) -> object:

@@ -82,6 +82,8 @@ def require_columns(layout: Layout, schema: pa.Schema, source: str, *, is_first:
         dtype = schema.field(column.name).type
         accepts, remedy = _TYPES[column.use]
         if not accepts(dtype):
+            if column.use == "text" and "messages_key" in layout.settings and _is_list_of_objects(dtype):
+                remedy = f"; for conversations, write {layout.settings['messages_key']}={column.name} in its place"
             kind = "JSON (objects, or values of several types)" if isinstance(dtype, pa.JsonType) else str(dtype)
             raise DataError(f"{source}: column {column.name!r} is of type {kind}{remedy.format(column.setting)}")
 
@@ -110,15 +112,24 @@ def _remedy(layout: Layout, column: Column, schema: pa.Schema, source: str, *, i
     if column.use in ("prompt", "field"):
         return f", which {column.setting} names; write one of its columns there: {names}"
     accepts, _ = _TYPES[column.use]
-    names = ", ".join(field.name for field in schema if accepts(field.type)) or names
+    fitting = [field.name for field in schema if accepts(field.type)]
+    names = ", ".join(fitting) or names
     settings = layout.settings
     key = next((key for key, setting in settings.items() if setting == column.setting), None)
     ways = readings(schema) if key not in (None, "tools_key") else []
     if key == "messages_key":
         ways = ways or prompt_readings(schema)
-        names = f"{names}; for texts, set {settings['text_key']} instead"
+        texts = f"; for texts, set {settings['text_key']} instead"
+        names += texts + f", and for questions {settings['prompt_key']}" * ("prompt_key" in settings)
     ways = [way for way in restricted_to(ways, settings) if key not in way]
     advice = "".join(f", or write {described(reading, settings)}" for reading in ways)
+    if key == "text_key" and not ways:
+        chats = [field.name for field in schema if _is_list_of_objects(field.type)] * ("messages_key" in settings)
+        if chats and not fitting:
+            return f"; for conversations, write {settings['messages_key']}={chats[0]}"
+        advice += f", or for conversations {settings['messages_key']}={chats[0]}" if chats else ""
+        if "completion_key" in settings and len(fitting) > 1:
+            advice += f"; for prompts with answers, set {settings['prompt_key']} and {settings['completion_key']}"
     return f"; set {column.setting} to one of its columns: {names}{advice}"
 
 

@@ -6,9 +6,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_opd.evaluation.estimates import Estimate, ratio_difference
-from nemo_opd.logging.interface import ClosingTable, Verdict, amount, change, figure, share
+from nemo_opd.logging.interface import (
+    STUDENT_BEFORE,
+    ClosingTable,
+    ScoreRow,
+    Verdict,
+    amount,
+    change,
+    difference,
+    figure,
+    score,
+    share,
+)
 from nemo_opd.logging.metrics import BITS_PER_BYTE
-from nemo_opd.logging.records import Records, differing_setting
+from nemo_opd.logging.records import Records, differing_setting, value_at
 from nemo_opd.logging.scores import TextBits
 
 _CONFIDENCE = 0.95
@@ -49,7 +60,7 @@ def judge(closing: ClosingTable, records: Records, setup: Setup, arm: Arm, basel
     """
     before, after = (None if row is None else row.bits_per_byte for row in (closing.before, closing.after))
     if after is None:
-        return Verdict(())
+        return _verdict_on_scores(closing, setup)
     if before is None:
         return Verdict(
             (f"The student is at {figure(after)} bits per byte; it was not measured before training, so whether it "
@@ -62,10 +73,31 @@ def judge(closing: ClosingTable, records: Records, setup: Setup, arm: Arm, basel
     if setup.teachers:
         effect, sentence = teacher_effect(arm, baseline)
         sentences.append(sentence)
-    remarks = [*_student_remarks(before, after, records, is_worse=is_worse), *_teacher_remarks(closing, setup)]
+    remarks = [*_student_remarks(before, after, records, arm, is_worse=is_worse), *_teacher_remarks(closing, setup)]
     scores_gain = any(row.before is not None and row.after.value > row.before.value for row in closing.scores)
     all_remarks = (*remarks, *_data_remarks(records, setup))
     return Verdict(tuple(sentences), all_remarks, is_worse=is_worse and not scores_gain, teacher_effect=effect)
+
+
+def _verdict_on_scores(closing: ClosingTable, setup: Setup) -> Verdict:
+    """Return the verdict on a run without validation texts: the first score of each question set."""
+    first = {row.measure.rpartition("/")[0]: row for row in reversed(closing.shown_scores) if row.before is not None}
+    sentences = [_score_sentence(row) for row in first.values()]
+    if not sentences or not setup.teachers:
+        return Verdict(tuple(sentences))
+    reason = "a run is compared with one without teachers by validation texts alone"
+    sentences.append(f"Whether the teacher helped cannot be told: {reason}.")
+    return Verdict(tuple(sentences), teacher_effect=_UNKNOWN)
+
+
+def _score_sentence(row: ScoreRow) -> str:
+    assert row.before is not None
+    before, after = (score(*values, is_share=row.is_share) for values in (row.before, row.after))
+    text = f"Student, {row.measure}: {before} → {after}"
+    if (gain := row.differences.get(STUDENT_BEFORE)) is None:
+        return f"{text}."
+    chance = "; chance may explain it" if gain.low <= 0 <= gain.high else ""
+    return f"{text} (difference {difference(*gain, is_share=row.is_share)}{chance})."
 
 
 def _difference(after: TextBits, before: TextBits) -> Estimate | None:
@@ -177,7 +209,7 @@ def gain_over(arm: Arm, baseline: Arm | None) -> Estimate | str:
     return gain
 
 
-def _student_remarks(before: float, after: float, records: Records, *, is_worse: bool) -> Iterator[str]:
+def _student_remarks(before: float, after: float, records: Records, arm: Arm, *, is_worse: bool) -> Iterator[str]:
     if is_worse:
         yield f"The student is worse than before training ({figure(after)} bits per byte, was {figure(before)})."
     validated = [record for record in records if record["step"] and BITS_PER_BYTE in record]
@@ -187,7 +219,12 @@ def _student_remarks(before: float, after: float, records: Records, *, is_worse:
             f"The student was better at step {best['step']:,.0f} ({figure(best[BITS_PER_BYTE])} bits per byte): train "
             "for fewer steps, or set train.keep_best to keep that model."
         )
-    if len(validated) == 1 and validated[0]["step"] > 1:
+    every = value_at(arm.settings, "train.validate_every")
+    if (
+        len(validated) == 1
+        and validated[0]["step"] > 1
+        and not (isinstance(every, int) and every < validated[0]["step"])
+    ):
         yield (
             "It was validated only once after the start, so its course is unknown: set train.validate_every below "
             f"{validated[0]['step']:,.0f}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
 
 
 _REPORT, _RESULTS = "report/report.html", "results.json"
-_CURVE_TITLES = {BITS_PER_BYTE: "Bits per byte", "train/loss": "Training loss, nats"}
+_CURVE_TITLES = {
+    BITS_PER_BYTE: "Bits per byte",
+    "train/ce": "Training cross-entropy, nats",
+    "train/loss": "Training loss, nats",
+}
 _VALIDATED = {BITS_PER_BYTE: "bits per byte", "val/ce": "CE, nats", "val/accuracy": "accuracy"}
 """Name by metric of validation."""
 _SAME_START = 1e-3
@@ -268,7 +273,9 @@ def write_comparison(
     """
     measures = measures_of(runs)
     metrics = {key for run in runs for record in run.records for key in record}
-    keys = [key for key in _CURVE_TITLES if key in metrics]
+    # With and without KD, the loss is not the same quantity.
+    replaced = "train/loss" if all(run.last("train/ce") is not None for run in runs) else "train/ce"
+    keys = [key for key in _CURVE_TITLES if key in metrics and key != replaced]
     keys += question_measures([record for run in runs for record in run.records])
     curves = [(run.name, run.records) for run in runs]
     columns = 1 if max((len(run.name) for run in runs), default=0) > 30 else 3
@@ -307,7 +314,8 @@ def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     settings = list(by_run.values())
     sections = [{prefix for key in by_key for prefix in _prefixes(key)} for by_key in settings]
     keys = dict.fromkeys(key for by_key in settings for key in by_key if key not in _NOT_COMPARED)
-    differing = [key for key in keys if len({by_key.get(key) for by_key in settings}) > 1]
+    # A teacher that is not loaded keeps the type auto.
+    differing = [key for key in keys if len({by_key.get(key) for by_key in settings} - {"auto"}) > 1]
     row_of = {
         key: next((prefix for prefix in _prefixes(key) if any(prefix not in present for present in sections)), key)
         for key in differing
@@ -356,7 +364,8 @@ def _group_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
         next((figures for record in reversed(run.records) if (figures := figures_by_table(record))), {}) for run in runs
     ]
     tables = []
-    for table in dict.fromkeys(name for by_table in last for name in by_table):
+    counts = Counter(name for by_table in last for name in by_table)
+    for table in (name for name, count in counts.items() if count > 1 or len(runs) == 1):
         groups = dict.fromkeys(group for by_table in last for group in by_table.get(table, {}))
         rows = []
         for group in groups:

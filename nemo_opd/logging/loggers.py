@@ -129,13 +129,13 @@ class JsonlLogger(Logger):
         if not self.path.exists():
             return
         records = [record for record in read(self.path) if step and record["step"] <= step]
-        content = "".join(_json_line(int(record["step"]), record) for record in records)
+        content = "".join(json_line(int(record["step"]), record) for record in records)
         write_atomically(self.path, content.encode())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         assert self._file is not None, "log before start"
         with storage_errors(self.path):
-            self._file.write(_json_line(step, values))
+            self._file.write(json_line(step, values))
             self._file.flush()
 
     def summary(self, closing: ClosingTable) -> None:
@@ -184,7 +184,8 @@ def _record(line: bytes) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in record.items()}
 
 
-def _json_line(step: int, values: Mapping[str, float]) -> str:
+def json_line(step: int, values: Mapping[str, float]) -> str:
+    """Return a record as a line of metrics.jsonl."""
     record = {"step": step, **{name: _json_number(value) for name, value in values.items() if name != "step"}}
     return json.dumps(record, allow_nan=False) + "\n"
 

@@ -67,8 +67,10 @@ def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
                 "the package sentencepiece, which reads it, is not installed; run `pip install sentencepiece`, or "
                 "convert it where that is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             ) from error
+        problem = "" if Path(source).exists() else f"there is no folder {Path(reference).absolute()}, and "
         raise ModelError(
-            f"{key}={reference}: no tokenizer could be loaded ({reason(error)}); give a folder with tokenizer.json, or "
+            f"{key}={reference}: {problem}no tokenizer could be loaded ({reason(error)}); give a folder with "
+            "tokenizer.json, or "
             "a hub name that this machine can reach"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -169,9 +169,12 @@ def _require_answers(config: RunConfig, documents: Dataset, key: str) -> None:
             f"{key}: data.learned_turns={turns} selects none of the assistant's messages in {len(documents)} "
             f"conversations: {why} ({', '.join(MARKS)}); {way_out}"
         )
+    answers = "add answers"
+    if config.data.prompt_key is not None and config.data.completion_key is None:
+        answers = "set data.completion_key to the column of answers"
     raise DataError(
         f"{key}: none of {len(documents)} conversations has an assistant message to learn (roles: "
-        f"{', '.join(sorted(roles)) or 'none'}); add answers, or let the student answer with rollout=hf"
+        f"{', '.join(sorted(roles)) or 'none'}); {answers}, or let the student answer with rollout=hf"
     )
 
 

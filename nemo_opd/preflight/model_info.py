@@ -209,7 +209,7 @@ def tokenizer_info(settings: Teacher, key: str) -> ModelInfo:
     try:
         tokenizer, pieces = _read_tokenizer(settings, key)
     except ModelError as error:
-        if settings.cache is not None or settings.tokenizer is not None:
+        if settings.served is None or settings.tokenizer is not None:
             raise
         raise ModelError(
             f"{error}; if only the servers use the name {settings.reference}, set {key}.tokenizer to the folder or "

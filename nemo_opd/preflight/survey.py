@@ -59,8 +59,8 @@ class DataStatistics:
 
     num_texts: int
     """Number of texts; 0 if the student samples them all."""
-    num_without_label: int
-    """Number of texts without a token to learn."""
+    rows_without_label: tuple[int, ...]
+    """Rows of texts without a token to learn."""
     num_full: int
     """Number of texts as long as `train.max_length`, which most likely were cut; 0 with packing, which cuts none."""
     whole_lengths: tuple[int, ...]
@@ -92,6 +92,9 @@ def survey(
     rows = sampled_rows(len(data.train))
     prompts = [] if isinstance(data, Corpus) else data.train.read(rows)
     texts = list(_documents(data, rows) if isinstance(data, Corpus) else _responses(data, prompts))
+    read_rows: Sequence[int] = rows
+    if prompts:
+        read_rows = [row for row, prompt in zip(rows, prompts, strict=True) if prompt.response is not None]
     samples = [sample for text in texts for sample in text]
     require_stored(config, samples)
     batches = [_batch_of(sample, config) for sample in samples]
@@ -125,7 +128,11 @@ def survey(
         whole_lengths = conversation_lengths(config, data, student, rows)
     return DataStatistics(
         num_texts=len(texts),
-        num_without_label=sum(not any(sample.student.loss_mask.any() for sample in text) for text in texts),
+        rows_without_label=tuple(
+            row
+            for row, text in zip(read_rows, texts, strict=True)
+            if not any(sample.student.loss_mask.any() for sample in text)
+        ),
         num_full=num_full,
         whole_lengths=whole_lengths if any(length > max_length for length in whole_lengths) else (),
         is_complete=len(texts) == len(data.train),

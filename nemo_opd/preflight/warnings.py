@@ -211,16 +211,16 @@ def check_texts(config: RunConfig, statistics: DataStatistics) -> list[str]:
     Raises DataError if no text has a token to learn or no teacher covers any token.
     """
     warnings, num_texts = [], statistics.num_texts
-    if statistics.num_without_label:
+    if rows := statistics.rows_without_label:
         label = "token to learn" if not config.data.is_chat else "assistant turn"
-        empty = f"{statistics.num_without_label} of {num_texts} checked texts of data.train have no {label}"
+        empty = f"{len(rows)} of {num_texts} checked texts of data.train (the first is row {rows[0]}) have no {label}"
         longer = ""
         if not config.packs_documents:
             empty += f" within train.max_length={config.train.max_length}"
             longer = ", or raise train.max_length if they are longer"
             if statistics.whole_lengths:
                 longer = f", or raise train.max_length (the longest has {max(statistics.whole_lengths)} tokens)"
-        if statistics.is_complete and statistics.num_without_label == num_texts:
+        if statistics.is_complete and len(rows) == num_texts:
             raise DataError(f"{empty}, and data.train has no more texts; use other texts{longer}")
         warnings.append(f"{empty}; remove them{longer}")
     low = {i: share for i, share in enumerate(statistics.coverage) if share is not None and share < GOOD_COVERAGE}

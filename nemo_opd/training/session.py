@@ -15,7 +15,7 @@ from nemo_opd.config.composition import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import PER_TEXT, validate, validate_teachers
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.loggers import Loggers, build
+from nemo_opd.logging.loggers import Loggers, build, json_line
 from nemo_opd.logging.metrics import BITS_PER_BYTE, SHARED_BITS_PER_BYTE
 from nemo_opd.logging.metrics import values as values_of
 from nemo_opd.logging.provenance import (
@@ -106,12 +106,12 @@ class Session:
             write_hardware(summary)
             write_provenance(plan.output_dir, provenance(plan, summary))
             stack.push(self._record_end)
-            lacks_records = self.step > 0 and not (plan.output_dir / "metrics.jsonl").exists()
+            records = plan.output_dir / "metrics.jsonl"
+            if lacks_records := self.step > 0 and not records.exists():
+                write_atomically(records, json_line(0, self.start).encode())
             self.loggers.start(summary, self.step)
             if lacks_records:
-                self.loggers.warn(
-                    f"{plan.output_dir} has no metrics.jsonl, so curves and tables begin after step {self.step}"
-                )
+                self.loggers.warn(f"{plan.output_dir} has no metrics.jsonl, so curves have no steps up to {self.step}")
             if not self.is_complete:
                 self.source.start()
             if config.cluster.launcher == "ray":
