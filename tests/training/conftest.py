@@ -24,7 +24,7 @@ STUDENT_TIMES = [f"perf/{name}_s" for name in ("handoff", "student_forward", "lo
 
 @pytest.fixture(scope="session")
 def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run that ends well, with everything switched on; its leftovers are looked for before others start."""
+    """A run that ends well, with every logger and feature switched on."""
     run = start(
         tmp_path_factory.mktemp("runs") / "reference",
         tiny.overrides(
@@ -46,7 +46,7 @@ def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 CPUS = 4
-"""Of each node."""
+"""CPUs of each node."""
 HEAD = {"num_cpus": CPUS, "include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
 
 
@@ -56,11 +56,11 @@ def nodes() -> "Iterator[Nodes]":
 
     processes.context()
     forkserver.ensure_running()  # which outlives the nodes
-    before = set(psutil.Process().children(recursive=True))
+    children = set(psutil.Process().children(recursive=True))
     nodes = Nodes(initialize_head=True, head_node_args=HEAD)
     nodes.add_node(num_cpus=CPUS)
     yield nodes
-    started = set(psutil.Process().children(recursive=True)) - before
+    started = set(psutil.Process().children(recursive=True)) - children
     nodes.shutdown()
     _, alive = psutil.wait_procs(started, timeout=CLEAN_S)
     assert not alive
@@ -72,7 +72,7 @@ FAULTY = Path(__file__).with_name("faulty_workers.py")
 def resumed(
     reference: Run, output_dir: Path, *overrides: str, script: Path = SCRIPT, arguments: Sequence[str] = ()
 ) -> Run:
-    """A run by the reference's config.yaml alone, without what is not needed twice; maybe by a script with faults."""
+    """Start a run from the reference's config.yaml, without trackers; `script` may be one with faulty workers."""
     settings = ["run.resume=auto", "logging.tensorboard.enabled=false", "logging.wandb.enabled=false", *overrides]
     return start(
         output_dir,

@@ -1,4 +1,4 @@
-"""The example with a teacher of which one process dies in the middle of a forward pass: before its second layer."""
+"""The example with a teacher process that dies in a forward pass, before its second layer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +15,11 @@ from tests.training.faulty_rank import die
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RANK, CALL = 1, 4
-"""Of two ranks; and of the batches that they are given."""
+"""The rank that dies, of two, and the batch that it dies in."""
 
 
 class DyingTeacher(TeacherWorker):
-    """Its other rank then waits for the second layer's parameters."""
+    """A teacher that dies; its second rank then waits for the layer's parameters."""
 
     calls = 0
 

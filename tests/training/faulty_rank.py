@@ -1,4 +1,4 @@
-"""A worker that breaks as it is told. Its process has little to import, and so starts soon."""
+"""A worker that breaks on request. Its process imports little, so it starts fast."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ HANG_S = 3.0
 
 
 class Faulty:
-    """Has the methods of a teacher and of the student; each is told on which rank what happens."""
+    """A worker with the methods of a teacher and of the student; each takes a fault and the rank that has it."""
 
     def __init__(self, dying_rank: int | None = None) -> None:
         self.rank = dist.get_rank()
@@ -26,7 +26,7 @@ class Faulty:
             getattr(self, fault)()
 
     def train_step(self, fault: str, rank: int) -> None:
-        """Ends with a collective."""
+        """Run the fault, then a collective that all ranks take part in."""
         self.forward(fault, rank)
         dist.all_reduce(torch.zeros(1))
 
@@ -47,9 +47,9 @@ class Faulty:
         die()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is open."""
 
 
 def die() -> None:
-    """As the kernel does it where memory runs out."""
+    """End this process by SIGKILL, as the kernel does if memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)

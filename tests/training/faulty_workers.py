@@ -1,6 +1,7 @@
-"""The example with other workers, as the first argument says, in the step that the second one counts from its start.
+"""The example with faulty workers: `faulty_workers.py FAULT STEP OVERRIDES`, with steps counted from the run's start.
 
-`teacher_raises`. `student_hangs`: until it is released. `all_slow`: that too, and a step takes either half SLOW_S more.
+`teacher_raises`; `student_hangs` until it is released; `all_slow`: the student hangs too, and in every step teacher
+and student sleep SLOW_S each.
 """
 
 import os
@@ -33,7 +34,7 @@ class RaisingTeacher(TeacherWorker):
 
 
 class HangingStudent(StudentWorker):
-    """As long as there is a file with its process id."""
+    """A student that hangs as long as the file with its process id exists."""
 
     at = calls = 0
 
@@ -48,7 +49,7 @@ class HangingStudent(StudentWorker):
 
 
 SLOW_S = 0.2
-"""In sleep, which needs no processor, and which no worker counts as its own time."""
+"""Sleep needs no processor, and no worker counts it as its compute time."""
 
 
 class SlowTeacher(TeacherWorker):
@@ -63,14 +64,14 @@ class SlowStudent(HangingStudent):
         return super().train_step(step)
 
 
-OTHERS = {
+WORKERS = {
     "teacher_raises": (RaisingTeacher, StudentWorker),
     "student_hangs": (TeacherWorker, HangingStudent),
     "all_slow": (SlowTeacher, SlowStudent),
 }
 
 if __name__ == "__main__":
-    del __file__  # which processes of the loader would run, with all imports
-    groups.TeacherWorker, groups.StudentWorker = OTHERS[sys.argv.pop(1)]
+    del __file__  # otherwise processes of the loader run this file, with all imports
+    groups.TeacherWorker, groups.StudentWorker = WORKERS[sys.argv.pop(1)]
     RaisingTeacher.at = HangingStudent.at = int(sys.argv.pop(1))
     sys.exit(main(distil, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo"))

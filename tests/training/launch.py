@@ -1,6 +1,6 @@
-"""Runs of the example script as a user starts them, and a look at everything they leave on the machine.
+"""Runs of the example script as a user starts them, and checks for leftovers on the machine.
 
-Other runs may share the machine, so whatever belongs to a run is told by a variable that its processes inherit.
+Other runs may share the machine, so a run's processes are recognized by an environment variable that they inherit.
 """
 
 import os
@@ -26,23 +26,23 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "run_off_policy_distillation.py"
 MARK = "NEMO_OPD_TEST_RUN"
 RAY_GIVES_UP_S = 60.0
-"""Ray ends a driver of which it has lost the cluster for so long."""
+"""Ray ends a driver after losing its cluster for this long."""
 
 
 @dataclass
 class Run:
-    """A started run and what has been seen of it."""
+    """A started run, with the processes, segments and folders seen so far."""
 
     process: Command
     mark: str
     output_dir: Path
     segments: set[int] = field(default_factory=set)
-    """Inodes of all segments of shared memory that these processes were found to map."""
+    """Inodes of all shared-memory segments that these processes mapped."""
     ray_folders: set[Path] = field(default_factory=set)
     seen: dict[int, str] = field(default_factory=dict)
-    """Command lines by process id, of all processes that were found alive."""
+    """Command lines of all processes seen alive, by process id."""
     sessions: set[int] = field(default_factory=set)
-    """Session ids of these processes: Ray's agents write their titles over the variable that would tell them."""
+    """Session ids of these processes: Ray's agents overwrite the environment variable with their titles."""
 
     @property
     def output(self) -> str:
@@ -62,7 +62,7 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """All living processes of the run, the driver included."""
-        found = []
+        living = []
         for process in psutil.process_iter():
             try:
                 if not self._owns(process) or process.status() == psutil.STATUS_ZOMBIE:
@@ -71,10 +71,10 @@ class Run:
                 self.sessions.add(os.getsid(process.pid))
             except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
                 continue
-            found.append(process)
+            living.append(process)
             self.segments |= mapped_by(process.pid)
             self.ray_folders |= {Path(name) for name in re.findall(r"/tmp/opd_[^/\s]+", command)}
-        return found
+        return living
 
     def _owns(self, process: psutil.Process) -> bool:
         return process.environ().get(MARK) == self.mark or os.getsid(process.pid) in self.sessions
@@ -102,18 +102,18 @@ class Run:
         return int(file.read_text())
 
     def release(self) -> None:
-        """What hangs goes on."""
+        """Let the hanging student continue."""
         hanging(self.output_dir, self.mark).unlink()
 
-    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        def is_so() -> bool:
+    def _wait_until(self, condition: Callable[[], bool], event: str) -> None:
+        def has_happened() -> bool:
             if condition():
                 return True
             assert self.process.returncode is None, f"ended with {self.process.returncode}: {self.output}"
             return False
 
         try:
-            wait_until(is_so, what, every_s=0.01)
+            wait_until(has_happened, event, every_s=0.01)
         except AssertionError:
             if self.process.returncode is None:
                 self.kill()
@@ -130,35 +130,35 @@ class Run:
         return self.process.returncode
 
     def kill(self) -> None:
-        """SIGKILL to the driver and whatever is in its process group."""
+        """Send SIGKILL to the driver's process group."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def interrupt(self) -> None:
-        """What Ctrl-C in a terminal does: SIGINT to every process of the foreground group."""
+        """Send SIGINT to every process of the group, as Ctrl-C in a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def leftovers(self, *, is_killed: bool = False, within_s: float = CLEAN_S) -> list[str]:
-        """What is still there once processes had time to end: processes, shared memory, folders, half-written files.
+        """Return processes, shared memory, folders and half-written files that remain after `within_s`.
 
-        is_killed: folders are for the next run to remove, and semaphores for the tracker that forked commands share.
+        After a kill, the next run removes the folders, and the tracker of the forked commands the semaphores.
         """
         deadline = time.monotonic() + within_s
-        while (left := self._leftovers(is_killed)) and time.monotonic() < deadline:
+        while (remaining := self._leftovers(is_killed)) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return left
+        return remaining
 
     def _leftovers(self, is_killed: bool) -> list[str]:
-        left = [f"process {process.pid}: {self.seen[process.pid]}" for process in self.processes()]
-        left += [name for name in left_of(self.segments) if not (is_killed and "/sem.mp-" in name)]
+        remaining = [f"process {process.pid}: {self.seen[process.pid]}" for process in self.processes()]
+        remaining += [name for name in left_of(self.segments) if not (is_killed and "/sem.mp-" in name)]
         if not is_killed:
-            left += [str(folder) for folder in self.ray_folders if folder.exists()]
-            left += [str(path) for path in self.output_dir.rglob("*incomplete*")]
-        return left
+            remaining += [str(folder) for folder in self.ray_folders if folder.exists()]
+            remaining += [str(path) for path in self.output_dir.rglob("*incomplete*")]
+        return remaining
 
 
 def assert_a_signal_to_all_ends(run: Run) -> None:
-    """Bug: waiting for Ray, which has ended with the workers, until Ray itself ends the driver after a minute."""
+    """Bug: the driver waits for Ray, which has ended with the workers, and Ray ends the driver only after a minute."""
     for process in run.processes():
         process.terminate()
     begin = time.monotonic()
@@ -170,12 +170,12 @@ def assert_a_signal_to_all_ends(run: Run) -> None:
 
 
 def hanging(output_dir: Path, mark: str) -> Path:
-    """A file that is there as long as the student of a run hangs."""
+    """Return the file that exists as long as the run's student hangs."""
     return output_dir / f"hanging_{mark}"
 
 
 def run_here(output_dir: Path, overrides: Sequence[str]) -> Path:
-    """Run in this process, which is sooner done; return the output directory."""
+    """Run in this process, which is faster; return the output directory."""
     distil(compose(*overrides, "cluster.launcher=local", f"run.output_dir={output_dir}"))
     return output_dir
 
@@ -187,7 +187,7 @@ def start(
     script: Path = SCRIPT,
     arguments: Sequence[str] = (),
 ) -> Run:
-    """Start a run in a process group of its own, as a shell does, but forked from a process with its imports.
+    """Start a run in its own process group, as a shell does, but forked from a process that has imported everything.
 
     The demo runs without its benchmark.
     """
@@ -195,7 +195,7 @@ def start(
         overrides = ["evaluation=null", *overrides]
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
-    given = [*arguments, *overrides, f"run.output_dir={output_dir}"]
-    process = Command(script, given, environment, output_dir.parent)
-    # The kernel shows the variables of the process that it is forked from.
+    command_line = [*arguments, *overrides, f"run.output_dir={output_dir}"]
+    process = Command(script, command_line, environment, output_dir.parent)
+    # The kernel shows the environment of the process that was forked, without the mark: its session identifies it.
     return Run(process, mark, output_dir, sessions={process.pid})

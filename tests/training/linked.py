@@ -1,4 +1,4 @@
-"""A student's and a teacher's worker that only hand over, for tests of what brings it over."""
+"""A student and a teacher worker that only hand over rows, for tests of the links between nodes."""
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ class Teaching:
         if self.dies:
             die()
         buffers = {sender.identity: sender.last for sender in self.writer.senders if sender.allocation}
-        self.link.send([(each.payload(buffers[each.sender]), each.student_rank) for each in messages])
+        self.link.send([(message.payload(buffers[message.sender]), message.student_rank) for message in messages])
 
     def close(self) -> None:
         self.writer.close()

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, `peak` is the most that was alive at once, of what was given to begin with and what any op has seen."""
+    """Measures `peak`, the most bytes alive at once among the tensors `begin` and all that ops read or return."""
 
     def __init__(self, *begin: Tensor) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # FSDP2 gives storages their size, and takes it away, without an op.
+        # FSDP2 resizes storages without an op.
         self._measure()
-        made = func(*args, **(kwargs or {}))
-        for one in tree_iter((args, kwargs, made)):
-            if isinstance(one, Tensor):
-                self._see(one)
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter((args, kwargs, result)):
+            if isinstance(value, Tensor):
+                self._see(value)
         self._measure()
-        return made
+        return result
 
     def _see(self, tensor: Tensor) -> None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -55,8 +55,8 @@ class LiveBytes(TorchDispatchMode):
             return
         storage = local.untyped_storage()
         key = storage._cdata
-        known = self._storages.get(key)
-        if known is None or known() is None:
+        reference = self._storages.get(key)
+        if reference is None or reference() is None:
             self._storages[key] = weakref.ref(storage)
 
     def _measure(self) -> None:

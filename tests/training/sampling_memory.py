@@ -24,7 +24,7 @@ WITHIN = 0.15
 """Not in the estimate: masks, rotated copies, and what FSDP2 copies out while it gathers the whole model."""
 
 
-def shape(width: int, **others: Any) -> dict[str, Any]:
+def shape(width: int, **settings: Any) -> dict[str, Any]:
     return {
         "hidden_size": width,
         "intermediate_size": 2 * width,
@@ -34,7 +34,7 @@ def shape(width: int, **others: Any) -> dict[str, Any]:
         "vocab_size": 480,
         "pad_token_id": 0,
         "tie_word_embeddings": True,
-        **others,
+        **settings,
     }
 
 
@@ -64,8 +64,10 @@ def situation(
 ) -> MemoryInputs:
     """model: of the student, and of the teachers unless they are given."""
     models = [model, *(teachers or [model] * len(config.teachers))]
-    student, *others = (ModelSetup(model_size(each), each.vocab_size, layout) for each in models)
-    return MemoryInputs(student, tuple(others), Machine(device, None, None, layout.size))
+    student, *teacher_setups = (
+        ModelSetup(model_size(architecture), architecture.vocab_size, layout) for architecture in models
+    )
+    return MemoryInputs(student, tuple(teacher_setups), Machine(device, None, None, layout.size))
 
 
 def saved(config: PretrainedConfig, folder: Path, tiny: Tiny) -> Path:
@@ -85,9 +87,9 @@ def with_table(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"logging": config.logging.model_copy(update={"console": console})})
 
 
-def printed(config: RunConfig, made: MemoryEstimate) -> str:
+def printed(config: RunConfig, estimated: MemoryEstimate) -> str:
     """The whole report, its table included."""
     console = Console(width=120, file=io.StringIO(), record=True)
-    for shown in memory_report(made, with_table(config)):
-        console.print(shown)
+    for renderable in memory_report(estimated, with_table(config)):
+        console.print(renderable)
     return console.export_text()

@@ -1,4 +1,4 @@
-"""Chat templates of a student and of its teacher, of which the teacher's writes tools."""
+"""Chat templates of a student and its teacher. The teacher's writes tools."""
 
 STUDENT = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"

@@ -1,5 +1,5 @@
-"""Two Ray nodes on this machine: ranks land where they were planned, teachers on another node send what they make, the
-run is the same, and the death of a rank or of a node ends it.
+"""Two Ray nodes on this machine: ranks are placed as planned, teachers on another node send their output, the metrics
+equal a single-process run's, and the death of a rank or a node ends the run.
 """
 
 import time
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.ray
 TIMEOUT_S = 300.0
 AT_ONCE_S = 60.0
-"""Far below that, and more than Ray needs to notice on a busy machine."""
+"""Far below TIMEOUT_S, and more than Ray needs to notice a death on a busy machine."""
 STEPS = 4
 
 
@@ -43,14 +43,14 @@ def overrides(tiny: Tiny, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def in_one_process(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the output directory."""
+    """The output directory of the run in one process."""
     return run_here(tmp_path_factory.mktemp("one") / "run", overrides(tiny))
 
 
 @pytest.fixture(scope="module")
 def run(nodes: "Nodes", tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The student over both nodes, its tensor-parallel teacher on one of them and the other teacher on the other."""
-    given = overrides(
+    """The student over both nodes, a tensor-parallel teacher on the first and another teacher on the second."""
+    arguments = overrides(
         tiny,
         f"++cluster.address={nodes.address}",
         "++cluster.num_nodes=2",
@@ -59,14 +59,14 @@ def run(nodes: "Nodes", tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) ->
         "++cluster.teacher_ranks=[2,1]",
         "++teachers.0.parallelism.tp=2",
     )
-    run = start(tmp_path_factory.mktemp("across") / "run", given)
+    run = start(tmp_path_factory.mktemp("across") / "run", arguments)
     run.wait_for_step(1)
     assert run.end() == 0, run.output
     return run
 
 
 def test_metrics_are_those_of_one_process(in_one_process: Path, run: Run) -> None:
-    """Bugs: rows of another rank or batch, a batch overwritten by the one ahead or by validation, bits lost."""
+    """Bugs: rows of another rank or batch, a batch overwritten by the next one or by validation, lost precision."""
     assert len(run.metrics) == STEPS + 1
     for expected, actual in zip(read(in_one_process / "metrics.jsonl"), run.metrics, strict=True):
         names = [name for name in expected if not name.startswith("perf/")]
@@ -76,14 +76,14 @@ def test_metrics_are_those_of_one_process(in_one_process: Path, run: Run) -> Non
 
 
 def test_weights_are_those_of_one_process(in_one_process: Path, run: Run) -> None:
-    ours, theirs = (load_file(each / "final" / "model.safetensors") for each in (run.output_dir, in_one_process))
+    ours, theirs = (load_file(folder / "final" / "model.safetensors") for folder in (run.output_dir, in_one_process))
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
 
 
 def test_a_teacher_that_dies_while_it_sends(nodes: "Nodes") -> None:
-    """The student waits for what will never come: the message names who died, and comes at once."""
+    """Bug: the student waits for the dead teacher until its timeout, or the message does not name the teacher."""
     placement = Placement.consecutive([1, 1], together=[1, 1], num_nodes=2)
     sides = LayoutPair(Layout(1), Layout(1), placement.student, placement.teachers[0])
     delivery = Delivery(sides, (Readers((), (), sends_head=True),), (Traffic(1, 1),))
@@ -97,17 +97,17 @@ def test_a_teacher_that_dies_while_it_sends(nodes: "Nodes") -> None:
         assert nodes_of(student) != nodes_of(teacher)
         links = Links(student, [teacher], [delivery])
         for batch in (1, 2):
-            found = windows(teacher.call("forward", [(batch, False)]), sides, LENGTHS)
-            links.transfer([found], f"step {batch}")
-            (read,) = student.call("read", [(found[0],)])
+            student_windows = windows(teacher.call("forward", [(batch, False)]), sides, LENGTHS)
+            links.transfer([student_windows], f"step {batch}")
+            (read,) = student.call("read", [(student_windows[0],)])
             expected = hidden(batch).sum(-1).reshape(-1, 1).expand(-1, VOCAB)
             torch.testing.assert_close(read, expected, rtol=1e-5, atol=1e-6)
             assert read.shape == (sum(LENGTHS), VOCAB)
 
-        found = windows(teacher.call("forward", [(3, True)]), sides, LENGTHS)
+        student_windows = windows(teacher.call("forward", [(3, True)]), sides, LENGTHS)
         begin = time.monotonic()
         with pytest.raises(ClusterError) as caught:
-            links.transfer([found], "step 3")
+            links.transfer([student_windows], "step 3")
         assert time.monotonic() - begin < AT_ONCE_S
         message = str(caught.value)
         assert message.startswith("teacher big rank 0 died while sending its output to other nodes (step 3) (")
@@ -136,8 +136,9 @@ def test_more_nodes_than_there_are(nodes: "Nodes", monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_land_as_planned_and_a_lost_node_ends_the_wait(nodes: "Nodes", tmp_path: Path) -> None:
-    """A node each, and what a rank of the student reads is on its own. The last test: it takes a node away, and the
-    rank on the other one goes on.
+    """Bug: the driver waits for ranks on a lost node. A student rank and the teacher rank it reads share a node.
+
+    The last test of the module, because it removes a node.
     """
     placement = Placement.separate(num_nodes=2, student_per_node=1, teachers_per_node=(1,))
     with (

@@ -1,4 +1,4 @@
-"""An attention that a machine does not have is refused before anything starts."""
+"""An attention implementation that the machine lacks is refused before anything starts."""
 
 from typing import Literal
 
@@ -26,7 +26,7 @@ def test_a_cpu_has_no_flash_attention(tiny: Tiny) -> None:
     )
 
 
-def test_flash_attention_knows_no_fp32(tiny: Tiny) -> None:
+def test_flash_attention_does_not_compute_in_fp32(tiny: Tiny) -> None:
     assert "student.dtype is float32" in refused(tiny, "cuda", "float32")
 
 

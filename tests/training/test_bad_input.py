@@ -1,4 +1,4 @@
-"""A user's mistake stops the run before a process starts: the right error, one message, nothing created."""
+"""A user's mistake stops the run before a process starts, with one error of the right class, and creates nothing."""
 
 import os
 import re
@@ -40,13 +40,13 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def configure(tiny: Tiny) -> Configure:
-    """Overrides → the configuration of a run with the tiny models."""
+    """A function from overrides to the configuration of a run with the tiny models."""
     return lambda *overrides: compose(*tiny.overrides(*overrides))
 
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
-    """A folder for what a test gets wrong."""
+    """A folder for wrong files."""
     folder = tmp_path / "inputs"
     folder.mkdir()
     return folder
@@ -54,7 +54,7 @@ def inputs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refused(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
-    """Overrides → the message of the error that a run with them gives."""
+    """A function from overrides to the error message of a run with them."""
     monkeypatch.chdir(tmp_path)
 
     def message(kind: type[OPDError], *overrides: str) -> str:
@@ -67,7 +67,7 @@ def refused(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_same_run_without_a_mistake_passes(configure: Configure, tmp_path: Path, monkeypatch) -> None:
-    """Without it, every test here could pass for a reason of its own."""
+    """Otherwise every test here could pass because of another mistake."""
     monkeypatch.chdir(tmp_path)
     with nothing_is_created(tmp_path):
         preflight(configure())
@@ -76,15 +76,8 @@ def test_the_same_run_without_a_mistake_passes(configure: Configure, tmp_path: P
 # Data
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_file_that_is_missing(refused: Refused, split: str) -> None:
-    message = refused(DataError, f"data.{split}.arrow_files=/nowhere/shard.arrow")
-
-    assert message == f"data.{split}.arrow_files='/nowhere/shard.arrow' does not exist; correct the path"
-
-
-def test_all_that_is_missing_is_named_at_once(configure: Configure, tmp_path: Path) -> None:
-    """Bug: a user starts the run again for each path."""
+def test_all_missing_paths_are_named_at_once(configure: Configure, tmp_path: Path) -> None:
+    """Bug: a user has to start the run again for each path."""
     missing = {
         "student.model": tmp_path / "student",
         "teachers.0.model": tmp_path / "teacher",
@@ -147,19 +140,19 @@ def test_a_model_that_does_not_continue_text(refused: Refused, tiny: Tiny, input
 
 
 def test_a_tokenizer_that_is_missing(refused: Refused, tiny: Tiny, inputs: Path) -> None:
-    """The key is the one the user wrote."""
+    """Bug: the message names student.model or teachers.0.model although the user set the tokenizer's key."""
     folder = copied(tiny.student, inputs / "model", without="tokenizer.json")
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         (folder / name).unlink(missing_ok=True)
 
-    own = refused(ModelError, f"teachers.0.model={folder}")
-    assert own.startswith(f"teachers.0.model={folder}: no tokenizer could be loaded (")
-    named = refused(ModelError, f"student.tokenizer={folder}")
-    assert named.startswith(f"student.tokenizer={folder}: no tokenizer could be loaded (")
+    for_model = refused(ModelError, f"teachers.0.model={folder}")
+    assert for_model.startswith(f"teachers.0.model={folder}: no tokenizer could be loaded (")
+    for_tokenizer = refused(ModelError, f"student.tokenizer={folder}")
+    assert for_tokenizer.startswith(f"student.tokenizer={folder}: no tokenizer could be loaded (")
 
 
 def test_a_tokenizer_too_large_for_its_model(refused: Refused, tiny: Tiny, inputs: Path) -> None:
-    """Otherwise an index error in a worker, as soon as one of the ids beyond the embeddings comes up."""
+    """Bug: an index error in a worker at the first id beyond the embeddings."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.student)
     size = len(tokenizer)
     tokenizer.add_tokens(["<more>"])
@@ -201,7 +194,7 @@ def with_templates(inputs: Path, student: str, teacher: str) -> list[str]:
 
 
 def test_no_chat_template(configure: Configure, chat: list[str]) -> None:
-    """Bug: an error that names a folder of ours and no key, or one model at a time."""
+    """Bug: an error that names a folder of the cache but no key, or only one model."""
     with pytest.raises(AlignmentError) as caught:
         preflight(configure(*chat))
     for line, key in zip(str(caught.value).splitlines(), ("student", "teachers.0"), strict=True):
@@ -209,12 +202,15 @@ def test_no_chat_template(configure: Configure, chat: list[str]) -> None:
         assert f"has no chat template, which conversations need; write {key}.chat_template=plain, a file" in line
 
 
-def test_a_teacher_without_a_chat_template_is_named_by_its_key(refused: Refused, inputs: Path, chat: list[str]) -> None:
-    own = with_templates(inputs, TEMPLATE, TEMPLATE)[:1]
-    assert refused(AlignmentError, *chat, *own).startswith("teachers.0.")
+def test_a_teacher_without_a_template_is_offered_the_students(refused: Refused, inputs: Path, chat: list[str]) -> None:
+    """Bug: an error that names no key, or proposes no value."""
+    (template := inputs / "student.jinja").write_text(TEMPLATE)
+    message = refused(AlignmentError, *chat, f"++student.chat_template={template}", "teachers.0.type=cross_tokenizer")
+    assert message.startswith("teachers.0.")
+    assert f"write teachers.0.chat_template={template}, teachers.0.chat_template=plain, a file" in message
 
 
-def test_a_chat_template_that_is_no_file(refused: Refused, chat: list[str]) -> None:
+def test_a_chat_template_that_is_not_a_file(refused: Refused, chat: list[str]) -> None:
     message = refused(ModelError, *chat, "++student.chat_template=/nowhere.jinja")
 
     assert message.startswith("student.chat_template=/nowhere.jinja: ")
@@ -233,9 +229,9 @@ def test_a_chat_template_that_refuses_the_conversation(refused: Refused, inputs:
 
 def test_a_projection_of_another_pair(refused: Refused, tiny: Tiny, inputs: Path) -> None:
     student = AutoTokenizer.from_pretrained(tiny.student)
-    other = train_tokenizer(r"\s+|\S+", 320, "</s>")
+    other_tokenizer = train_tokenizer(r"\s+|\S+", 320, "</s>")
     file = inputs / "other.safetensors"
-    build_projection(student, other).save(file)
+    build_projection(student, other_tokenizer).save(file)
     message = refused(ProjectionError, f"teachers.0.projection={file}")
 
     assert message.startswith(f"teachers.0.projection: {file} was made for another teacher tokenizer (")
@@ -294,7 +290,7 @@ def test_cuda_ipc_on_cpu(refused: Refused) -> None:
 
 
 def test_an_output_directory_below_a_file(refused: Refused, inputs: Path) -> None:
-    """As root, permissions stop nobody; a file in the way does."""
+    """Uses a file in the way, since permissions do not stop root."""
     (inputs / "file").write_text("in the way")
     for folder in (inputs / "file", inputs / "file" / "run"):
         message = refused(ConfigError, f"run.output_dir={folder}")
@@ -310,7 +306,7 @@ def test_an_output_directory_that_the_kernel_refuses(refused: Refused) -> None:
 
 
 def test_an_output_directory_whose_name_is_too_long(refused: Refused, inputs: Path) -> None:
-    """Bug: a traceback, as where a folder above may not be looked into."""
+    """Bug: a traceback."""
     folder = inputs / ("x" * 300)
     assert f"{inputs} is not writable (File name too long)" in refused(ConfigError, f"run.output_dir={folder}")
 
@@ -351,16 +347,16 @@ def test_a_checkpoint_that_is_damaged(configure: Configure, inputs: Path) -> Non
     assert plan.progress is not None
     assert plan.progress.step == 3
     assert plan.damaged_steps == (5,)
-    (said,) = [warning for warning in plan.warnings if "damaged" in warning]
-    assert said.startswith(f"{checkpoints.path(5)} is damaged: weights (10 bytes) has the SHA-256 ")
-    assert said.endswith(
+    (warning,) = [warning for warning in plan.warnings if "damaged" in warning]
+    assert warning.startswith(f"{checkpoints.path(5)} is damaged: weights (10 bytes) has the SHA-256 ")
+    assert warning.endswith(
         f"the run continues from {checkpoints.path(3)} instead, and renames this one damaged_step_000005"
     )
     assert checkpoints.steps() == [3, 5], "a look at a run changes nothing"
 
 
 def test_a_disk_without_room(refused: Refused, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: hours of training whose first checkpoint cannot be written."""
+    """Bug: hours of training before the first checkpoint cannot be written."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=50_000))
     message = refused(ConfigError, f"run.output_dir={inputs}")
 
@@ -371,8 +367,8 @@ def test_a_disk_without_room(refused: Refused, inputs: Path, monkeypatch: pytest
     )
 
 
-def test_room_is_estimated_by_what_a_checkpoint_has(tiny: Tiny, configure: Configure) -> None:
-    """Bugs: a run refused that has room, or one let through that has none."""
+def test_the_estimated_size_of_a_checkpoint(tiny: Tiny, configure: Configure) -> None:
+    """Bugs: a run with room is refused, or one without room starts."""
     weights = sum(tensor.nbytes for tensor in load_file(tiny.student / "model.safetensors").values())
     estimate = preflight(configure()).checkpoint_bytes
     assert estimate == 4 * weights  # fp32 weights, two moments and the exported model
@@ -398,15 +394,8 @@ def test_every_problem_of_a_command_has_its_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_teacher_without_a_template_is_offered_the_students(refused: Refused, inputs: Path, chat: list[str]) -> None:
-    """Bug: an error that names no value to write."""
-    (template := inputs / "student.jinja").write_text(TEMPLATE)
-    message = refused(AlignmentError, *chat, f"++student.chat_template={template}", "teachers.0.type=cross_tokenizer")
-    assert f"write teachers.0.chat_template={template}, teachers.0.chat_template=plain, a file" in message
-
-
 def test_texts_validate_a_run_of_conversations(configure: Configure, inputs: Path, chat: list[str]) -> None:
-    """Bug: validation texts refused beside conversations, or read as conversations."""
+    """Bug: validation texts beside conversations are refused, or read as conversations."""
     (inputs / "validation.txt").write_text("The quick brown fox jumps over the lazy dog")
     config = configure(
         *chat,
@@ -422,8 +411,8 @@ def test_texts_validate_a_run_of_conversations(configure: Configure, inputs: Pat
     assert batch.student.loss_mask.sum() >= 5, "a text is learned from its second token on"
 
 
-def test_validation_texts_have_a_column_of_their_own(configure: Configure, inputs: Path) -> None:
-    """Bug: no way out for texts in column `text` beside validation texts in column `body`."""
+def test_validation_texts_have_their_own_column(configure: Configure, inputs: Path) -> None:
+    """Bug: training texts in column `text` exclude validation texts in column `body`."""
     file = inputs / "validation.jsonl"
     file.write_text('{"body": "The quick brown fox jumps over the lazy dog"}\n')
     source = ["data.validation.arrow_files=null", f"++data.validation.jsonl_files={file}"]

@@ -1,4 +1,4 @@
-"""Catches best checkpoints that are removed or forgotten, and runs that end too early, too late or without saving."""
+"""Catches best checkpoints that are removed or forgotten, and runs that end too early, too late or unsaved."""
 
 import errno
 import math
@@ -26,13 +26,13 @@ from tests.tiny import Tiny
 from tests.training.launch import run_here
 
 METADATA = "state/.metadata"
-"""It names its folder, of the run."""
+"""A file that contains the run's folder, so it differs between runs."""
 VALUES = [math.nan, 1.0, 3.0, 2.0, 3.0, math.inf, 0.5]
 
 
 @pytest.mark.parametrize(("mode", "n", "ranked"), [("max", 1, [2]), ("max", 3, [2, 4, 3]), ("min", 2, [6, 1])])
 def test_the_best_steps_are_those_of_a_sorted_list(mode: str, n: int, ranked: list[int]) -> None:
-    """Also over a resume in the middle; of equal values the earlier one, and none that is not finite."""
+    """Bugs: a resume forgets the ranking, the later of equal values wins, or a value that is not finite is ranked."""
     settings = KeepBest.model_validate({"metric": "val/x", "mode": mode, "n": n})
     best, first = BestSteps(settings), {}
     for step, value in enumerate(VALUES):
@@ -43,9 +43,9 @@ def test_the_best_steps_are_those_of_a_sorted_list(mode: str, n: int, ranked: li
     assert [step for step, _ in best.ranked] == ranked
     assert first[1]
     assert not any(first[step] for step in (0, 5))
-    other = BestSteps(settings.model_copy(update={"metric": "val/y"}))
-    other.load_state(best.state())
-    assert not other.ranked
+    other_metric = BestSteps(settings.model_copy(update={"metric": "val/y"}))
+    other_metric.load_state(best.state())
+    assert not other_metric.ranked
 
 
 def test_patience_counts_values_that_are_not_better_by_the_difference() -> None:
@@ -64,8 +64,9 @@ def test_patience_counts_values_that_are_not_better_by_the_difference() -> None:
 
 
 def test_a_run_ends_when_a_step_and_a_checkpoint_no_longer_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bugs: an evaluation that the next step has is forgotten, or is expected of each step; a clock that is set an hour
-    forward ends the run."""
+    """Bugs: the next step's evaluation is forgotten, or expected in every step; a clock set an hour forward ends the
+    run.
+    """
     now = 0.0
     monkeypatch.setattr(interrupt.time, "monotonic", lambda: now)
     monkeypatch.setattr(interrupt.time, "time", lambda: 5000.0)
@@ -90,14 +91,14 @@ def test_a_run_ends_when_a_step_and_a_checkpoint_no_longer_fit(monkeypatch: pyte
         assert limit.is_up(evaluations) == is_up, now
 
 
-def test_a_job_starts_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_the_age_of_a_job_is_its_process_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
     assert 0 < interrupt.job_age_s() < 86400
 
 
 @pytest.mark.parametrize("key", ["keep_best", "early_stopping"])
-def test_a_metric_that_nothing_gives_is_refused_with_the_nearest(tiny: Tiny, key: str) -> None:
-    """Bug: a run of days keeps nothing, because of a typo."""
+def test_a_metric_that_is_never_measured_is_refused_with_the_nearest(tiny: Tiny, key: str) -> None:
+    """Bug: a run of days keeps no checkpoint because of a typo."""
     best = f"++train.{key}={{metric: METRIC, mode: min}}"
     for metric, every, message in (
         ("val/bits_per_bite", "2", "gives it; there are val/bits_per_byte"),
@@ -110,22 +111,25 @@ def test_a_metric_that_nothing_gives_is_refused_with_the_nearest(tiny: Tiny, key
 
 @pytest.mark.world
 def test_best_checkpoints_of_runs(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step is the best by the largest loss; a run whose time is up after it goes on as if it were not."""
+    """Bugs: best checkpoints are removed, or a run that ends for lack of time and resumes has other ones.
+
+    The best step by the largest loss is the first.
+    """
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "cache"))
     best = "++train.keep_best={metric: val/bits_per_byte, mode: max}"
-    own = tiny.overrides(best, "train.validate_every=1", "train.keep_last=1", "train.save_every=null")
-    whole = run_here(tmp_path / "whole", own)
+    overrides = tiny.overrides(best, "train.validate_every=1", "train.keep_last=1", "train.save_every=null")
+    uninterrupted = run_here(tmp_path / "uninterrupted", overrides)
     monkeypatch.setenv("SLURM_JOB_START_TIME", str(time.time() - 3600))
-    parted = run_here(tmp_path / "parted", [*own, "++train.save_before='01:00:00'"])
+    parted = run_here(tmp_path / "parted", [*overrides, "++train.save_before='01:00:00'"])
     assert [record["step"] for record in read(parted / "metrics.jsonl")] == [0, 1]
     assert not (parted / "final").exists()
-    run_here(parted, [*own, "run.resume=auto"])
+    run_here(parted, [*overrides, "run.resume=auto"])
 
-    for run in (whole, parted):
+    for run in (uninterrupted, parted):
         assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000001", "step_000004"]
         assert same(run / "best", run / "checkpoints" / "step_000001" / "student")
-        assert same(run / "best", whole / "best")
-        assert same(run / "final", whole / "final")
+        assert same(run / "best", uninterrupted / "best")
+        assert same(run / "final", uninterrupted / "final")
         assert not same(run / "best", run / "final")
         assert "best val/bits_per_byte, of step 1" in (run / "report" / "report.html").read_text()
         records = {record["step"]: record for record in read(run / "metrics.jsonl")}
@@ -136,8 +140,8 @@ def test_best_checkpoints_of_runs(tiny: Tiny, tmp_path: Path, monkeypatch: pytes
     stopping = "++train.early_stopping={metric: val/bits_per_byte, mode: max, patience: 2}"
     (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 =", "answer": "2"}\n')
     sums = f"{{data: {{jsonl_files: {tmp_path / 'rows.jsonl'}, text_key: text}}, reward: {{type: exact}}}}"
-    asked = f"++evaluation={{greedy: false, max_new_tokens: 1, sets: {{sums: {sums}}}}}"
-    stopped = run_here(tmp_path / "stopped", [*own, stopping, asked])
+    evaluation = f"++evaluation={{greedy: false, max_new_tokens: 1, sets: {{sums: {sums}}}}}"
+    stopped = run_here(tmp_path / "stopped", [*overrides, stopping, evaluation])
     records = read(stopped / "metrics.jsonl")
     assert [(record["step"], "eval/sums/pass@1" in record) for record in records] == [(0, True), (1, False), (2, True)]
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
@@ -146,24 +150,24 @@ def test_best_checkpoints_of_runs(tiny: Tiny, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.world
 def test_checkpoints_written_in_the_background(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: what is written is the state of a later step, since training went on; or an error of the writer is lost."""
+    """Bug: a checkpoint holds the state of a later step, since training continued; or a writing error is lost."""
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "cache"))
-    own = tiny.overrides("train.save_every=2", "train.keep_last=9", "train.max_steps=5", teachers=1)
-    plain = run_here(tmp_path / "plain", own)
+    overrides = tiny.overrides("train.save_every=2", "train.keep_last=9", "train.max_steps=5", teachers=1)
+    plain = run_here(tmp_path / "plain", overrides)
 
-    def slow(*given: Any, **named: Any) -> None:
-        if named["group"] is not None:
+    def slow(*args: Any, **kwargs: Any) -> None:
+        if kwargs["group"] is not None:
             time.sleep(0.5)  # longer than a step
-        write_sharded(*given, **named)
+        write_sharded(*args, **kwargs)
 
     monkeypatch.setattr(state, "write_sharded", slow)
-    background = run_here(tmp_path / "background", [*own, "++train.async_save=true"])
+    background = run_here(tmp_path / "background", [*overrides, "++train.async_save=true"])
     for step in ("step_000002", "step_000004", "step_000005"):
-        files, others = (
+        plain_files, background_files = (
             read_manifest(run / "checkpoints" / step).files | dict.fromkeys((PROGRESS, METADATA))
             for run in (plain, background)
         )
-        assert files == others
+        assert plain_files == background_files
     assert sorted(path.name for path in (background / "checkpoints").iterdir()) == [
         "step_000002", "step_000004", "step_000005"
     ]  # fmt: skip
@@ -173,12 +177,12 @@ def test_checkpoints_written_in_the_background(tiny: Tiny, tmp_path: Path, monke
 
     monkeypatch.setattr(state, "write_sharded", full)
     with pytest.raises(OPDError, match="No space left"):
-        run_here(tmp_path / "full", [*own, "++train.async_save=true"])
+        run_here(tmp_path / "full", [*overrides, "++train.async_save=true"])
     assert list((tmp_path / "full" / "checkpoints").iterdir()) == []
     assert not (tmp_path / "full" / "final").exists()
 
 
-def same(folder: Path, other: Path) -> bool:
+def same(first: Path, second: Path) -> bool:
     """Return whether the weights of two folders are equal to the last bit."""
-    weights, others = (load_file(each / "model.safetensors") for each in (folder, other))
-    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+    weights, expected = (load_file(folder / "model.safetensors") for folder in (first, second))
+    return weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)

@@ -1,4 +1,4 @@
-"""The parts of a step add up to it, and a teacher that works beside the student is not one of them."""
+"""The parts of a step add up to its time; a teacher that works beside the student is not one of them."""
 
 import pytest
 
@@ -14,7 +14,7 @@ PARTS = ("handoff_s", "student_forward_s", "loss_s", "student_backward_s", "opti
 
 
 def test_parts_add_up_where_student_and_teachers_take_turns() -> None:
-    """Teachers of one batch run side by side, so each has its own time and the step has that of the slowest."""
+    """Bug: the step counts the sum of its teachers' times, although they run side by side."""
     spans = {"data_wait_s": 0.25, "teacher_s": 16.0, "step_s": 32.0}
     times = step_times(spans, STUDENT, {"a": 15.0, "b": 3.0})
     assert times["perf/teacher_s"] == 16.0
@@ -34,12 +34,12 @@ def test_of_teachers_ahead_only_the_wait_for_them_is_part_of_the_step() -> None:
 
 
 def test_a_step_that_reads_no_batch_has_waited_for_none() -> None:
-    """Bug: a metric that is missing from the last steps of a run."""
+    """Bug: the last steps of a run lack the metric."""
     assert step_times({"teacher_wait_s": 0.25, "step_s": 17.0}, STUDENT, {"a": 1.0})["perf/data_wait_s"] == 0.0
 
 
 def test_maxima_over_ranks_may_exceed_the_step() -> None:
-    """Bug: a negative rest, which would be drawn below the axis."""
+    """Bug: a negative remainder, which is drawn below the axis."""
     assert step_times({"step_s": 10.0}, STUDENT, {})["perf/other_s"] == 0.0
 
 

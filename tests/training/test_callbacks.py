@@ -1,4 +1,4 @@
-"""Users' code in the loop: what it sees, what it decides, and how it fails."""
+"""Users' callbacks: the calls that a run makes, how a callback ends the run, and errors in one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ SEEN: list[tuple[str, int]] = []
 
 
 class Watch(nemo_opd.Callback):
-    """Notes everything, and ends the run after its second step."""
+    """Records every call, and ends the run after its second step."""
 
     def on_step(self, step: int, record: Mapping[str, float]) -> bool:
         assert record["train/loss"] > 0
@@ -42,7 +42,7 @@ class Fails:
 
 
 def test_callbacks_see_a_run_and_end_it(tmp_path: Path) -> None:
-    """Bug: a method that is not called, twice, or before what it is about is there; an end without a checkpoint."""
+    """Bug: a method that is called twice, never, or before its files exist; a run that ends without a checkpoint."""
     SEEN.clear()
     settings = SETTINGS | {
         "run": {"output_dir": str(tmp_path), "callbacks": f"{__name__}:Watch"},
@@ -56,7 +56,7 @@ def test_callbacks_see_a_run_and_end_it(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "step_000002").is_dir()
 
 
-def test_an_exception_is_told_with_its_place() -> None:
+def test_an_exception_is_reported_with_its_place() -> None:
     with pytest.raises(CallbackError, match=r"Fails: on_step raised KeyError: 'no such metric'") as caught:
         Callbacks([f"{__name__}:Fails"]).on_step(1, {})
     assert "raise KeyError" in caught.value.__notes__[0]
@@ -66,16 +66,16 @@ def test_an_exception_is_told_with_its_place() -> None:
     ("name", "reason"),
     [("nowhere:Watch", "cannot be imported"), (f"{__name__}:SEEN", "neither a function"), ("builtins:int", "neither")],
 )
-def test_what_is_no_callback_is_refused_before_the_run(name: str, reason: str, tmp_path: Path) -> None:
+def test_a_name_that_is_not_a_callback_is_refused_before_the_run(name: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"run.callbacks={name}: .*{reason}"):
         nemo_opd.distil(SETTINGS | {"run": {"callbacks": [name], "output_dir": str(tmp_path / "run")}})
     assert not (tmp_path / "run").exists()
 
 
-def test_a_class_from_python_is_made_and_what_is_no_callback_is_refused() -> None:
-    """Bug: found at the first step, after the models were loaded; a class is called as if it were its object."""
+def test_a_class_from_python_is_instantiated_and_other_objects_are_refused() -> None:
+    """Bug: the error comes at the first step, after models were loaded; the class itself is called as an instance."""
     with pytest.raises(CallbackError, match="Fails of callbacks: on_step raised KeyError"):
         Callbacks([], [Fails]).on_step(1, {})
-    for given in (3, int, "watch"):
-        with pytest.raises(ConfigError, match=f"callbacks={given!r}: neither a function nor a class with on_step,"):
-            Callbacks([], [given])
+    for callback in (3, int, "watch"):
+        with pytest.raises(ConfigError, match=f"callbacks={callback!r}: neither a function nor a class with on_step,"):
+            Callbacks([], [callback])

@@ -1,6 +1,6 @@
-"""A run on conversations: each side in its own template, samples made once, the template kept with the student.
+"""A run on conversations: a template for student and teacher, samples cached, the template saved with the student.
 
-One teacher reads the student's conversations, the other its own prompts, with a column of the data.
+The first teacher reads the student's conversations, the second privileged prompts with a column of the data.
 """
 
 import json
@@ -29,8 +29,8 @@ def test_a_run_on_conversations(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.
         [{"role": "user", "content": f"fox {i}?"}, {"role": "assistant", "content": f"The quick brown fox {i * 37}"}]
         for i in range(8)
     ]
-    told = [f"The quick brown fox is {i * 37}." for i in range(8)]
-    table = pa.table({"chat": chats, "fns": [json.dumps(TOOLS)] * 8, "text": ["unused"] * 8, "told": told})
+    hints = [f"The quick brown fox is {i * 37}." for i in range(8)]
+    table = pa.table({"chat": chats, "fns": [json.dumps(TOOLS)] * 8, "text": ["unused"] * 8, "hint": hints})
     pq.write_table(table, tmp_path / "chats.parquet")
     run_here(
         tmp_path / "run",
@@ -44,7 +44,7 @@ def test_a_run_on_conversations(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.
             f"++student.chat_template={tmp_path / 'student.jinja'}",
             f"++teachers.0.chat_template={tmp_path / 'teacher.jinja'}",
             f"++teachers.1.chat_template={tmp_path / 'student.jinja'}",
-            "++teachers.1.context.template='{prompt} {told}'",
+            "++teachers.1.context.template='{prompt} {hint}'",
             "++teachers.1.context.gap_every=2",
             "++teachers.1.context.contrast=true",
             "train.max_length=96",

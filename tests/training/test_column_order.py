@@ -1,4 +1,4 @@
-"""Teachers whose heads are handed over in the order of the student's tokens."""
+"""Heads of teachers that are handed over with columns in the order of the student's tokens."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ BY_ID = {
 
 
 def test_only_another_tokenizers_head_is_reordered(tiny: Tiny) -> None:
-    """Bug: ids everywhere, with which no test of equal losses fails."""
+    """Bug: columns stay in the order of the teacher's ids, which no test of equal losses catches."""
     plan = plan_of(tiny.overrides())
     order = column_order(plan, 0)
     assert order is not None
@@ -31,5 +31,5 @@ def test_only_another_tokenizers_head_is_reordered(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("case", BY_ID)
 def test_ids_are_kept(case: str, tiny: Tiny) -> None:
-    """Bug: a learned projection is saved with columns for ids, or a user's function gets them."""
+    """Bug: a learned projection is saved, or a user's function called, with reordered columns instead of ids."""
     assert column_order(plan_of(tiny.overrides(*BY_ID[case])), 0) is None

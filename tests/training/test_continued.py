@@ -12,7 +12,7 @@ from tests.training.launch import run_here
 
 
 def test_texts_are_continued_as_transformers_continues_them(tiny: Tiny, tmp_path: Path) -> None:
-    """Catches continuations of other weights, of a wrong position, or cut where none ends, against `generate`."""
+    """Catches continuations from other weights, from a wrong position, or cut before they end."""
     run_here(
         tmp_path,
         tiny.overrides(
@@ -23,18 +23,18 @@ def test_texts_are_continued_as_transformers_continues_them(tiny: Tiny, tmp_path
             teachers=1,
         ),
     )
-    shown = SampleLog(tmp_path / "samples.jsonl").read()
-    assert [(line.step, line.question, line.kind) for line in shown] == [
+    samples = SampleLog(tmp_path / "samples.jsonl").read()
+    assert [(line.step, line.question, line.kind) for line in samples] == [
         (step, text, "continued") for step in (0, 2) for text in (0, 1)
     ]
     for folder, step in ((tiny.student, 0), (tmp_path / "final", 2)):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder)
-        for line in (line for line in shown if line.step == step):
+        for line in (line for line in samples if line.step == step):
             ids = torch.tensor([tokenizer(line.prompt).input_ids])
             continued = model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :]
             assert tokenizer.decode(continued, skip_special_tokens=True) == line.response
-    assert len({line.response for line in shown if not line.question}) == 2
+    assert len({line.response for line in samples if not line.question}) == 2
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Validation texts continued" in page
     assert "reward" not in page.partition("config.yaml</summary>")[0]
@@ -43,8 +43,8 @@ def test_texts_are_continued_as_transformers_continues_them(tiny: Tiny, tmp_path
 def test_a_continued_run_keeps_the_texts_of_its_start(
     tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches texts before training that are lost, or after training written twice, when a run is started again, and
-    records that are lost in silence.
+    """Catches a restarted run that loses the texts from before training, writes texts twice, or loses metrics without
+    a warning.
     """
     settings = tiny.overrides("train.max_steps=1", "logging.continued_texts=1", teachers=1)
     run_here(tmp_path, settings)

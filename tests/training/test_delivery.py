@@ -1,4 +1,4 @@
-"""Layouts of student and teachers, and who reads from whom: settled or refused before a process starts."""
+"""Layouts of student and teachers and the transport between them: chosen or refused before a process starts."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def configure(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Configure:
 
 @pytest.fixture
 def with_heads(tiny: Tiny, tmp_path: Path) -> str:
-    """The tiny student with eight heads by its configuration, as an override; nobody loads its weights."""
+    """An override for the tiny student with eight heads in its configuration. Its weights are not loaded."""
     folder = tmp_path / "student"
     shutil.copytree(tiny.student, folder)
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -45,7 +45,7 @@ def with_heads(tiny: Tiny, tmp_path: Path) -> str:
     return f"student.model={folder}"
 
 
-def test_data_parallel_is_what_is_left(configure: Configure) -> None:
+def test_data_parallel_ranks_are_derived_from_tp_and_cp(configure: Configure) -> None:
     config = configure(
         "student.parallelism.tp=2", "teachers.0.parallelism.tp=4", "teachers.1.parallelism.cp=2", "cluster.cpu_ranks=8"
     )
@@ -53,7 +53,7 @@ def test_data_parallel_is_what_is_left(configure: Configure) -> None:
     assert resolve_layouts(config, placement) == (Layout(4, tp=2), (Layout(2, tp=4), Layout(4, cp=2)))
 
 
-def test_separate_teachers_have_ranks_of_their_own(configure: Configure) -> None:
+def test_separate_teachers_have_separate_ranks(configure: Configure) -> None:
     plan = preflight(
         configure("cluster.placement=separate", "cluster.cpu_ranks=2", "cluster.teacher_ranks=[4,1]",
                   "teachers.0.parallelism.tp=2")
@@ -65,14 +65,14 @@ def test_separate_teachers_have_ranks_of_their_own(configure: Configure) -> None
     assert plan.grid.unit == 2
 
 
-def test_taking_turns_means_that_nothing_is_ahead(configure: Configure) -> None:
+def test_only_separate_teachers_work_ahead(configure: Configure) -> None:
     assert preflight(configure()).lookahead == 0
     assert preflight(configure("cluster.placement=separate", "loss.kd_weight=0")).lookahead == 0
     assert preflight(configure("cluster.placement=separate", "cluster.prefetch=3")).lookahead == 3
 
 
-def test_each_rank_of_a_teacher_knows_who_reads_it(configure: Configure) -> None:
-    """The student's rank 0 has the rows of both ranks of the first teacher; the second teacher's one rank has all."""
+def test_each_rank_of_a_teacher_knows_its_readers(configure: Configure) -> None:
+    """Bug: a student rank reads one of two teacher ranks with its rows, or a teacher rank lists one of two readers."""
     plan = preflight(configure("cluster.placement=separate", "cluster.teacher_ranks=[2,1]"))
     assert [[readers.output for readers in delivery.readers] for delivery in plan.deliveries] == [[(0,), (0,)], [(0,)]]
     both = preflight(configure("cluster.placement=separate", "cluster.cpu_ranks=2", "cluster.teacher_ranks=1"))
@@ -96,7 +96,7 @@ def test_each_rank_of_a_teacher_knows_who_reads_it(configure: Configure) -> None
         ),
     ],
 )
-def test_what_does_not_divide_is_refused_with_what_would(
+def test_degrees_that_do_not_divide_are_refused_with_a_proposal(
     configure: Configure, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -104,7 +104,7 @@ def test_what_does_not_divide_is_refused_with_what_would(
 
 
 def test_logits_that_would_cross_nodes_are_refused(configure: Configure, with_heads: str) -> None:
-    """Two nodes of four GPUs: a student over all eight reads rows that a data-parallel teacher has on both nodes."""
+    """A tensor-parallel student over two nodes of four GPUs needs rows of data-parallel teacher ranks on both."""
     with pytest.raises(ConfigError) as caught:
         preflight(configure(*CLUSTER, with_heads, "student.parallelism.tp=8", "handoff.type=logits"))
     message = str(caught.value)
@@ -113,11 +113,11 @@ def test_logits_that_would_cross_nodes_are_refused(configure: Configure, with_he
     assert "write handoff.type=hidden_states" in message
 
 
-def test_the_try_is_of_devices_that_are_read(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between devices where a teacher's head is in shards; on those that this machine has. Bug: no try, or of all."""
+def test_transport_is_probed_between_devices_that_read(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the transport is not probed, or between all pairs of devices. A sharded head is read from other devices."""
     plan = preflight(configure(*CLUSTER, "teachers.0.parallelism.tp=2"))
     assert plan.transport == "cuda_ipc"  # other machines' GPUs cannot be tried
-    # The second half of the head is on devices 1 and 3, of which the lower is read where neither is the reader's.
+    # The head's second half is on devices 1 and 3; a reader on device 0 or 2 takes the lower one.
     same, pairs = [(i, i) for i in range(4)], [(0, 1), (0, 3), (1, 0), (1, 2)]
     assert mapped_devices(plan.deliveries, shares_process=False) == sorted([*same, *pairs])
     assert mapped_devices(plan.deliveries, shares_process=True) == pairs
@@ -132,12 +132,12 @@ def test_the_try_is_of_devices_that_are_read(configure: Configure, monkeypatch: 
     assert tried == [("cuda_ipc", [(0, 0), (0, 1), (1, 0), (1, 1)])]
 
 
-def test_hidden_states_that_cross_nodes_are_sent_and_said(configure: Configure, with_heads: str) -> None:
-    """Each rank of the student has half of the rows sent, at the teacher's longest; its memory is estimated."""
+def test_hidden_states_that_cross_nodes_are_sent_and_counted(configure: Configure, with_heads: str) -> None:
+    """Bug: the summary or the memory estimate misses the half of the rows that each student rank receives."""
     plan = preflight(configure(*CLUSTER, with_heads, "student.parallelism.tp=8"))
     sent = [16 // 2 * width * 24 * 4 for width in plan.survey.widths]
-    for delivery, own in zip(plan.deliveries, sent, strict=True):
-        assert delivery.traffic == (Traffic(own, 0),) * 8
+    for delivery, num_bytes in zip(plan.deliveries, sent, strict=True):
+        assert delivery.traffic == (Traffic(num_bytes, 0),) * 8
     (part,) = [
         part
         for memory in plan.memory.memories
@@ -145,9 +145,9 @@ def test_hidden_states_that_cross_nodes_are_sent_and_said(configure: Configure, 
         if part.name == "output of teachers on other nodes"
     ]
     assert part.at(Phase.LOSS) == sum(sent)
-    shown = plan_rows(plan)
+    rows = plan_rows(plan)
     name = plan.config.active_names[0]
-    assert shown[f"{name}, between nodes"] == "0.53 MiB of hidden states per step, 0.00 MiB of heads once, by nccl"
+    assert rows[f"{name}, between nodes"] == "0.53 MiB of hidden states per step, 0.00 MiB of heads once, by nccl"
 
 
 def test_groups_that_stay_on_their_nodes_are_not_refused(configure: Configure, with_heads: str) -> None:

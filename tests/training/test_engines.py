@@ -1,4 +1,4 @@
-"""The student's weights on their way to a server."""
+"""Transfer of the student's weights to a rollout server."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from nemo_opd.training.models import Models
 
 @dataclass
 class FakeServer(servers._StudentServer):
-    """Notes what it is given."""
+    """A server that records what it loads."""
 
     version: int = 0
     takes_memory: bool = False
@@ -76,7 +76,7 @@ class FakeModels:
 
 
 class ExportingModels(Models):
-    """Whose workers write a file, or only the beginning of one."""
+    """Models whose workers write a file, or only its beginning."""
 
     def __init__(self, *, is_cut: bool) -> None:
         self.is_cut = is_cut
@@ -108,8 +108,8 @@ def plan(folder: Path, **rollout: Any) -> Any:
     )
 
 
-def test_a_server_follows_and_leaves_only_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a folder of the user's that is removed with everything in it."""
+def test_a_server_follows_and_leaves_only_the_users_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run that removes the user's folder with everything in it."""
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "precious").write_text("mine")
@@ -122,18 +122,18 @@ def test_a_server_follows_and_leaves_only_what_was_there(tmp_path: Path, monkeyp
         engine.follow(4)
         engine.follow(5)
         assert engine.version == 5
-        assert [Path(each).name for each in server.loaded] == ["version_000004", "version_000005"]
+        assert [Path(entry).name for entry in server.loaded] == ["version_000004", "version_000005"]
         (folder,) = shared.glob("rollout_weights_*")
         assert folder.stat().st_mode & 0o777 == 0o700
         assert {path.name for path in folder.iterdir()} == {".lock", "version_000005"}
 
     assert server.is_closed
-    assert [each.name for each in shared.iterdir()] == ["precious"]
+    assert [entry.name for entry in shared.iterdir()] == ["precious"]
 
 
 def test_runs_do_not_share_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: two runs with one rollout.weights_folder sampled with each other's weights, and the first to end removed
-    both; a killed run's weights stayed.
+    """Bug: two runs with the same rollout.weights_folder sample with each other's weights, and the first to end removes
+    both; a killed run's weights stay.
     """
     monkeypatch.setattr(servers, "_StudentServer", lambda *arguments: FakeServer(3).opened(*arguments))
     abandoned = tmp_path / "rollout_weights_killed"
@@ -154,7 +154,7 @@ def test_runs_do_not_share_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_server_that_reads_memory_needs_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches memory that is not given back, and the folder it started from kept on the disk."""
+    """Catches memory that is not released, and initial weights that stay on the disk."""
     server, models = FakeServer(3, takes_memory=True), FakeModels()
     monkeypatch.setattr(servers, "_StudentServer", server.opened)
 
@@ -172,7 +172,7 @@ def test_a_server_that_reads_memory_needs_no_folder(tmp_path: Path, monkeypatch:
 
 
 def test_a_server_that_cannot_see_memory_follows_by_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one in a container; it is not tried at every step."""
+    """Such as a server in a container. Bug: memory is tried again at every step."""
     server, models = FakeServer(3, takes_memory=True, sees_memory=False), FakeModels()
     monkeypatch.setattr(servers, "_StudentServer", server.opened)
 
@@ -181,7 +181,7 @@ def test_a_server_that_cannot_see_memory_follows_by_folders(tmp_path: Path, monk
         engine.follow(5)
 
         assert engine.version == 5
-        assert [Path(each).name for each in server.loaded] == ["memory", "version_000004", "version_000005"]
+        assert [Path(source).name for source in server.loaded] == ["memory", "version_000004", "version_000005"]
         assert models.held == ["held", "released"]
 
 
@@ -198,9 +198,9 @@ def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch
 
 
 def test_an_export_that_is_cut_does_not_take_the_place_of_a_whole_one(tmp_path: Path) -> None:
-    """Bug: a full disk, noticed by nobody, costs the model that was there before."""
+    """Bug: a full disk goes unnoticed and replaces a complete model with a part of one."""
     ExportingModels(is_cut=False).export(tmp_path / "final")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing or damaged"):
         ExportingModels(is_cut=True).export(tmp_path / "final")
     assert load_file(tmp_path / "final" / "model.safetensors")["weights"].all()
-    assert [each.name for each in tmp_path.iterdir()] == ["final"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["final"]

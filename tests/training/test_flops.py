@@ -1,4 +1,4 @@
-"""The work of a step against what PyTorch counts, and the share of a device's peak that it is."""
+"""FLOPs of a step against PyTorch's count, and model FLOPs utilization (MFU)."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "pad_token_id": 0,
-    "attn_implementation": "eager",  # whose products PyTorch counts whatever the device
+    "attn_implementation": "eager",  # PyTorch counts its products on every device
 }
 
 
 def counted(config: PretrainedConfig, rows: int, length: int, *, backward: bool) -> int:
-    """By PyTorch, op by op, without the products that make rotary angles."""
+    """Return FLOPs as PyTorch counts them op by op, without the products for rotary angles."""
     model: Any = AutoModelForCausalLM.from_config(config)
     ids = torch.zeros(rows, length, dtype=torch.long)
     with FlopCounterMode(display=False, depth=None) as counter:
@@ -42,13 +42,13 @@ def counted(config: PretrainedConfig, rows: int, length: int, *, backward: bool)
 @pytest.mark.parametrize("make", [LlamaConfig, Qwen3Config, Gemma2Config])
 @pytest.mark.parametrize("backward", [False, True])
 def test_flops_are_those_that_pytorch_counts(make: type[PretrainedConfig], tied: bool, backward: bool) -> None:
-    """Exactly; PyTorch counts all S² scores, of which causal attention needs S · (S + 1) / 2."""
+    """Equal up to the causal mask: PyTorch counts all S² scores, and causal attention needs S · (S + 1) / 2."""
     config = make(**SHAPE, tie_word_embeddings=tied)
     rows, length = 2, 12
     size, lengths = model_size(config), (length,) * rows
-    found = training_flops(size, lengths) if backward else forward_flops(size, lengths, rows * length)
-    of_all_scores = found.attention * length**2 // num_scores(length, None)
-    assert counted(config, rows, length, backward=backward) == found.matrices + found.head + of_all_scores
+    flops = training_flops(size, lengths) if backward else forward_flops(size, lengths, rows * length)
+    all_scores = flops.attention * length**2 // num_scores(length, None)
+    assert counted(config, rows, length, backward=backward) == flops.matrices + flops.head + all_scores
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 12, 40])
@@ -60,10 +60,10 @@ def test_scores_of_causal_attention(window: int | None) -> None:
 
 def test_frozen_weights_get_no_gradient() -> None:
     config = LlamaConfig(**SHAPE)
-    whole, frozen = (training_flops(model_size(config, lora), (12,)) for lora in (None, Adapters(Lora(), "", 0)))
+    full, frozen = (training_flops(model_size(config, lora), (12,)) for lora in (None, Adapters(Lora(), "", 0)))
 
-    assert (3 * frozen.matrices, 3 * frozen.head) == (2 * whole.matrices, 2 * whole.head)
-    assert frozen.attention == whole.attention
+    assert (3 * frozen.matrices, 3 * frozen.head) == (2 * full.matrices, 2 * full.head)
+    assert frozen.attention == full.attention
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_peak_is_that_of_the_very_device(device: str, peak: float | None) -> N
 
 
 def rows_of(lengths: list[int], scored: list[int]) -> TokenRows:
-    """The last `scored` tokens of each sequence count."""
+    """Return rows of these lengths; the mask has the last `scored` tokens of each."""
     place, ends = torch.arange(max(lengths)), torch.tensor(lengths).unsqueeze(1)
     mask = (place < ends) & (place >= ends - torch.tensor(scored).unsqueeze(1))
     zeros = torch.zeros(mask.shape, dtype=torch.long)
@@ -96,7 +96,7 @@ def test_a_steps_mfu_is_its_work_over_what_all_devices_could_do() -> None:
     batch = Batch(rows_of([10, 8], [9, 7]), (TeacherRows(rows_of([12, 9], [4, 3]), None),))
     work = training_flops(student, [10, 8]).total + forward_flops(teacher, [12, 9], 4 + 3).total
 
-    found = Utilization(student, (teacher,), 2, 1e9).values(batch, 0.5)
+    values = Utilization(student, (teacher,), 2, 1e9).values(batch, 0.5)
 
-    assert found == pytest.approx({"perf/tflops_per_s": work / 1e12, "perf/mfu": work / 1e9})
+    assert values == pytest.approx({"perf/tflops_per_s": work / 1e12, "perf/mfu": work / 1e9})
     assert "perf/mfu" not in Utilization(student, (teacher,), 2, None).values(batch, 0.5)

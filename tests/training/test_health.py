@@ -1,4 +1,4 @@
-"""When a run is said to be in trouble, and when not."""
+"""Alarms about an unhealthy on-policy run."""
 
 import pytest
 
@@ -34,12 +34,12 @@ def test_the_signs_are_all_there() -> None:
 
 
 @pytest.mark.parametrize("metric", ILL)
-def test_a_sign_is_told_once_after_some_steps_in_a_row(metric: str) -> None:
+def test_a_sign_is_reported_once_after_some_steps_in_a_row(metric: str) -> None:
     monitor, ill = after_a_good_start(), WELL | {metric: ILL[metric]}
 
-    told = [monitor.observe(ill) for _ in range(5)]
+    by_step = [monitor.observe(ill) for _ in range(5)]
 
-    assert [len(alarms) for alarms in told] == [0, 0, 1, 0, 0]
+    assert [len(alarms) for alarms in by_step] == [0, 0, 1, 0, 0]
 
 
 def test_a_step_in_between_starts_anew() -> None:
@@ -59,8 +59,8 @@ def test_the_message_has_both_figures_and_a_way_out() -> None:
     assert "health.max_length_growth" in alarm
 
 
-def test_what_was_so_from_the_start_is_no_sign() -> None:
-    """A task may be one whose answers are cut, or certain; engine and trainer have to agree in any case."""
+def test_a_value_that_is_high_from_the_start_is_not_an_alarm() -> None:
+    """Bug: an alarm for a task whose answers are always cut or certain. Engine and trainer must agree in any task."""
     monitor = HealthMonitor(LIMITS)
 
     alarms = [alarm for _ in range(20) for alarm in monitor.observe(ILL)]
@@ -69,24 +69,24 @@ def test_what_was_so_from_the_start_is_no_sign() -> None:
     assert "engine and trainer" in alarms[0]
 
 
-def test_a_run_that_continues_knows_its_first_steps_and_what_was_told() -> None:
-    whole, continued = HealthMonitor(LIMITS), HealthMonitor(LIMITS)
+def test_a_resumed_run_knows_its_first_steps_and_its_alarms() -> None:
+    uninterrupted, continued = HealthMonitor(LIMITS), HealthMonitor(LIMITS)
     records = [{"eval/greedy": 0.5}, *[WELL] * FIRST_STEPS, *[WELL | {"rollout/repetition": 0.6}] * 3]
-    before = [whole.observe(record) for record in records]
+    alarms = [uninterrupted.observe(record) for record in records]
     continued.replay(records)
 
-    assert before[-1]
+    assert alarms[-1]
     for record in (ILL, ILL, ILL):
-        assert continued.observe(record) == whole.observe(record)
+        assert continued.observe(record) == uninterrupted.observe(record)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_left_out(value: float) -> None:
-    """Bug: a NaN among the first steps makes their mean NaN, and no comparison with that is ever an alarm."""
+def test_values_that_are_not_finite_are_skipped(value: float) -> None:
+    """Bug: a NaN among the first steps makes their mean NaN, and a comparison with NaN never gives an alarm."""
     monitor, skipped = HealthMonitor(LIMITS), dict.fromkeys(WELL, value)
     for _ in range(FIRST_STEPS - 1):
         monitor.observe(WELL)
     assert monitor.observe(skipped) == []
     monitor.observe(WELL)
-    told = [monitor.observe(record) for record in (ILL, skipped, ILL, ILL)]
-    assert [len(alarms) for alarms in told] == [0, 0, 0, len(ILL)]
+    by_step = [monitor.observe(record) for record in (ILL, skipped, ILL, ILL)]
+    assert [len(alarms) for alarms in by_step] == [0, 0, 0, len(ILL)]

@@ -1,4 +1,4 @@
-"""What is checked of a run's paths before PyTorch is imported."""
+"""A run's paths and columns are checked before PyTorch is imported."""
 
 import json
 import re
@@ -33,20 +33,20 @@ def test_a_run_that_works_passes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "on_policy", "says"),
+    ("name", "on_policy", "message"),
     [
         ("off_policy_demo", True, "rollout: required, but not given; add rollout=hf or rollout=server, or use "),
         ("on_policy_demo", False, "rollout.type=hf: this run learns from the texts of its data and samples none; "),
     ],
 )
-def test_the_settings_of_the_other_kind_of_run(name: str, on_policy: bool, says: str) -> None:
-    """Bug: refused, off-policy, for what the data lack or for another setting."""
-    with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
+def test_the_settings_of_the_other_kind_of_run(name: str, on_policy: bool, message: str) -> None:
+    """Bug: the message names a missing column or another setting, not the kind of run."""
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         check_inputs(compose(config_name=name), on_policy=on_policy)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "kind", "says"),
+    ("overrides", "kind", "message"),
     [
         (["student.model=/nowhere"], ModelError, "student.model=/nowhere: there is no such folder"),
         (["student.tokenizer=/nope"], ModelError, "student.tokenizer=/nope: there is no such folder"),
@@ -57,13 +57,12 @@ def test_the_settings_of_the_other_kind_of_run(name: str, on_policy: bool, says:
         (["data.train.arrow_files=/no/*.arrow"], DataError, "data.train.arrow_files='/no/*.arrow' matches no file"),
         (["data.validation.arrow_files=/no"], DataError, "data.validation.arrow_files='/no' does not exist"),
         (["data.train.arrow_files=null"], DataError, "data.train names no data"),
-        (["data.text_key=body"], DataError, "data.train.arrow_files="),
     ],
 )
-def test_a_wrong_path_or_column(overrides: list[str], kind: type[OPDError], says: str) -> None:
+def test_a_wrong_path(overrides: list[str], kind: type[OPDError], message: str) -> None:
     with pytest.raises(kind) as caught:
         check_inputs(compose(*overrides), on_policy=False)
-    assert str(caught.value).startswith(says)
+    assert str(caught.value).startswith(message)
 
 
 def write(folder: Path, kind: str, rows: dict[str, list[object]]) -> Path:
@@ -89,10 +88,9 @@ def test_columns_are_read_from_every_format(kind: str, tmp_path: Path) -> None:
         check_inputs(compose(override, "data.text_key=body"), on_policy=False)
 
 
-def test_a_malformed_line_is_said_before_the_validation_file(tmp_path: Path) -> None:
-    """Bug: an error in the training file is told as a missing column of the validation file.
-
-    A column that the first rows lack as null is no wrong type.
+def test_a_malformed_line_is_reported_before_the_validation_file(tmp_path: Path) -> None:
+    """Bug: an error in the training file is reported as a missing column of the validation file; or a column that is
+    null in the first rows has a wrong type.
     """
     (tmp_path / "v.jsonl").write_text('{"messages": []}\n')
     validation = f"validation: {{jsonl_files: {tmp_path / 'v.jsonl'}}}"
@@ -113,7 +111,7 @@ def test_a_column_of_the_reward_and_of_the_evaluation() -> None:
 
 
 def test_questions_with_other_columns(tmp_path: Path) -> None:
-    """Bug: the way out is data.text_key, which the training file needs as it is."""
+    """Bug: the message proposes data.text_key, which is right for the training file."""
     file = write(tmp_path, "jsonl_files", {"question": ["a"], "answer": ["b"]})
     config = compose(f"evaluation.data={file}", config_name="on_policy_demo")
     with pytest.raises(DataError, match=r"evaluation\.sets\.NAME\.data\.text_key=COLUMN$"):
@@ -121,34 +119,34 @@ def test_questions_with_other_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
-        ("own.data.jsonl_files=/no", "own.data.jsonl_files='/no' does not exist"),
-        ("own.data.text_key=no", "has no column 'no'; set evaluation.sets.own.data.text_key to one"),
-        ("own.prompt='{hint}'", "has no column 'hint', which evaluation.sets.own.prompt names"),
-        ("own.level_key=no", "has no column 'no', which evaluation.sets.own.level_key names"),
-        ("own.reward.terms.0.reward.answer_key=no", "has no column 'no'; set evaluation.sets.own.reward.answer_key to"),
+        ("sums.data.jsonl_files=/no", "sums.data.jsonl_files='/no' does not exist"),
+        ("sums.data.text_key=no", "has no column 'no'; set evaluation.sets.sums.data.text_key to one"),
+        ("sums.prompt='{hint}'", "has no column 'hint', which evaluation.sets.sums.prompt names"),
+        ("sums.level_key=no", "has no column 'no', which evaluation.sets.sums.level_key names"),
+        ("sums.reward.terms.0.reward.answer_key=no", "no column 'no'; set evaluation.sets.sums.reward.answer_key to"),
         (
-            "own.reward.terms.0.reward.extract.schema_file=README.md",
-            "evaluation.sets.own.reward.terms.0.reward.extract.schema_file=README.md: not a JSON schema",
+            "sums.reward.terms.0.reward.extract.schema_file=README.md",
+            "evaluation.sets.sums.reward.terms.0.reward.extract.schema_file=README.md: not a JSON schema",
         ),
     ],
 )
-def test_what_a_set_lacks_is_told_with_its_own_keys(override: str, says: str, tmp_path: Path) -> None:
-    """Bug: the way out is a setting of the training data; found once PyTorch and tokenizers are loaded."""
+def test_errors_in_a_question_set_name_its_keys(override: str, message: str, tmp_path: Path) -> None:
+    """Bug: the message proposes a setting of the training data, or comes once PyTorch and tokenizers are loaded."""
     file = write(tmp_path, "jsonl_files", {"text": ["a"], "right": ["b"]})
     reward = "{type:exact,answer_key:right,extract:{type:json}}"
-    own = f"{{data:{{jsonl_files:{file},text_key:text}},reward:{{type:weighted,terms:[{{reward:{reward}}}]}}}}"
-    overrides = f"+evaluation.sets.own={own}", f"++evaluation.sets.{override}"
+    question_set = f"{{data:{{jsonl_files:{file},text_key:text}},reward:{{type:weighted,terms:[{{reward:{reward}}}]}}}}"
+    overrides = f"+evaluation.sets.sums={question_set}", f"++evaluation.sets.{override}"
     config = compose(*overrides, config_name="on_policy_demo")
     with pytest.raises(OPDError) as caught:
         check_inputs(config, on_policy=True)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.world
 def test_a_wrong_path_is_refused_before_heavy_imports(tmp_path: Path) -> None:
-    """Seconds of imports for a typo: what pulls them in is easily added and seen by nobody."""
+    """Bug: seconds of imports before a typo is reported; an import that pulls them in is easily added unnoticed."""
     arguments = [sys.executable, "-c", SCRIPT, "data.train.arrow_files=/nowhere.arrow"]
     done = subprocess.run(arguments, capture_output=True, text=True)
 

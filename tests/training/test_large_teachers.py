@@ -16,8 +16,9 @@ pytestmark = pytest.mark.world
 def test_quantised_teachers_say_what_their_plain_weights_say(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bugs: a head of another size than the tokenizer's; states of a model that is loaded otherwise than planned;
-    a tower that is missed; layers that come and go where there is nowhere to go."""
+    """Bugs: a head larger than the tokenizer; a model that is loaded in another layout than planned; an image tower
+    whose text part is not found; layers that are streamed although there is no device to stream them to.
+    """
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "cache"))
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (tiny.student, tiny.teacher_cross))
     test_quantised.save_fp8(tmp_path / "dense", vocab_size=len(ours))
@@ -30,9 +31,9 @@ def test_quantised_teachers_say_what_their_plain_weights_say(
         theirs.save_pretrained(tmp_path / "experts" / kind)
 
     outputs = [run_here(tmp_path / kind, overrides(tiny, tmp_path, kind)) for kind in kinds]
-    found, wanted = (read(output / "metrics.jsonl")[-1] for output in outputs)
+    quantised, plain = (read(output / "metrics.jsonl")[-1] for output in outputs)
     for name in ("dense", "experts", "images"):
-        assert found[f"train/kd/{name}"] == pytest.approx(wanted[f"train/kd/{name}"], rel=0.02), name
+        assert quantised[f"train/kd/{name}"] == pytest.approx(plain[f"train/kd/{name}"], rel=0.02), name
 
 
 def overrides(tiny: Tiny, folder: Path, kind: str) -> list[str]:
@@ -41,5 +42,5 @@ def overrides(tiny: Tiny, folder: Path, kind: str) -> list[str]:
         f"{{name: experts, type: cross_tokenizer, model: {folder}/experts/{kind}, offload: layers}}",
         f"{{name: images, type: same_tokenizer, model: {folder}/images}}",
     ]
-    given = [each for each in tiny.overrides("train.max_steps=2") if not each.startswith("teachers")]
-    return [*given, f"teachers=[{','.join(teachers)}]"]
+    settings = [setting for setting in tiny.overrides("train.max_steps=2") if not setting.startswith("teachers")]
+    return [*settings, f"teachers=[{','.join(teachers)}]"]

@@ -1,4 +1,4 @@
-"""What a machine's GPUs do not allow is said before anything starts."""
+"""Limits of a machine's GPUs and shared memory are reported before anything starts."""
 
 from collections import namedtuple
 from pathlib import Path
@@ -28,7 +28,7 @@ def config(rollout: ServerRollout | None = None, **cluster: Any) -> RunConfig:
 
 @pytest.fixture
 def exclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a driver's tool first that knows two GPUs, of which the second takes one process."""
+    """Put an nvidia-smi first in PATH that lists two GPUs; the second takes only one process."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         "#!/bin/sh\n[ $1 = --query-gpu=index,compute_mode ] && echo 0, Default && echo 1, Exclusive_Process\n"
@@ -41,9 +41,9 @@ def exclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_that_takes_one_process_is_refused_to_two() -> None:
     with pytest.raises(ConfigError) as caught:
         require_shared_gpus(config(), "cuda", TWO_ON_EACH)
-    told = str(caught.value)
-    assert told.startswith("cluster.placement=colocated: GPU 1 is in the compute mode Exclusive_Process")
-    assert "the run has 2 per GPU; change the mode with `nvidia-smi -i 1 -c DEFAULT`" in told
+    message = str(caught.value)
+    assert message.startswith("cluster.placement=colocated: GPU 1 is in the compute mode Exclusive_Process")
+    assert "the run has 2 per GPU; change the mode with `nvidia-smi -i 1 -c DEFAULT`" in message
 
 
 @pytest.mark.usefixtures("exclusive")
@@ -69,7 +69,7 @@ def test_without_the_drivers_tool_nothing_is_known(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("device", "layouts", "need"),
     [
-        ("cuda", [Layout(8), Layout(8)], 160),  # one communicator, which is also that of the data-parallel axis
+        ("cuda", [Layout(8), Layout(8)], 160),  # one communicator, shared with the data-parallel axis
         ("cuda", [Layout(4, tp=2), Layout(1, tp=8)], 480),
         ("cuda", [Layout(1), Layout(1)], 0),  # one rank talks to nobody
         ("cpu", [Layout(8)], 0),
@@ -79,7 +79,7 @@ def test_without_the_drivers_tool_nothing_is_known(tmp_path: Path, monkeypatch: 
 def test_dockers_shared_memory_is_too_small_for_several_gpus(
     device: str, layouts: list[Layout], need: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 MB. Bug: a run that fails minutes later, in NCCL, with a message about nothing."""
+    """64 MiB. Bug: the run fails minutes later in NCCL, with a message that does not name shared memory."""
     monkeypatch.setattr(ranks.shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(64 * 2**20))
     warnings = warn_of_shared_memory(device, layouts, 1)
     assert len(warnings) == (need > 0)

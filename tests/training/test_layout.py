@@ -1,4 +1,4 @@
-"""Which group has which devices, and how its ranks are arranged: settled or refused before a process starts."""
+"""Devices of each group and the layout of its ranks: chosen or refused before a process starts."""
 
 import re
 
@@ -17,7 +17,7 @@ from tests.composition import compose
 
 @pytest.fixture(scope="module")
 def demo() -> RunConfig:
-    """With two teachers."""
+    """The demo's settings, with two teachers."""
     return compose()
 
 
@@ -32,7 +32,7 @@ def placed(config: RunConfig, device: str = "cuda", **cluster: object) -> Placem
 
 
 def by_node(placement: Placement) -> list[list[list[int]]]:
-    """Per group and node the device of each rank in turn; fails where ranks do not go node by node."""
+    """Return each group's devices by node, in the order of ranks; fail if ranks are not sorted by node."""
     grouped = []
     for group in placement.groups:
         nodes = [place.node for place in group]
@@ -65,7 +65,7 @@ def test_colocated_groups_have_the_same_place_at_each_rank(demo: RunConfig, gpus
 def test_separate_groups_share_out_every_node(
     demo: RunConfig, gpus: None, ranks: object, student: list[int], teachers: tuple[list[int], ...]
 ) -> None:
-    """The student has what is left; on each node the same, so that it finds what it reads on its own."""
+    """The student has the remaining devices, the same on every node, so it reads its teachers on its own node."""
     placement = placed(demo, num_nodes=2, placement="separate", teacher_ranks=ranks)
 
     assert by_node(placement) == [[devices] * 2 for devices in (student, *teachers)]
@@ -73,8 +73,8 @@ def test_separate_groups_share_out_every_node(
     assert placement.devices_per_node == 8
 
 
-def test_groups_that_no_node_can_have_a_share_of_lie_one_after_another(demo: RunConfig, gpus: None) -> None:
-    """So that the ranks of a teacher with tp are on one node, and the student's on the other."""
+def test_groups_that_nodes_cannot_share_equally_are_consecutive(demo: RunConfig, gpus: None) -> None:
+    """Bug: the ranks of a tensor-parallel teacher are on two nodes."""
     wide = demo.teachers[0].model_copy(update={"parallelism": Parallelism(tp=8)})
     config = demo.model_copy(update={"teachers": (wide, demo.teachers[1])})
     placement = placed(config, num_nodes=2, placement="separate", teacher_ranks=(8, 1))
@@ -86,7 +86,7 @@ def test_groups_that_no_node_can_have_a_share_of_lie_one_after_another(demo: Run
     assert placement.devices_per_node == 8
 
 
-def test_nodes_that_cannot_have_equally_many(demo: RunConfig, gpus: None) -> None:
+def test_nodes_with_unequal_numbers_of_ranks(demo: RunConfig, gpus: None) -> None:
     odd = placed(demo, num_nodes=2, placement="separate", teacher_ranks=3)
     assert [len(group) for group in odd.groups] == [10, 3, 3]
     assert odd.devices == tuple(Place(node, device) for node in (0, 1) for device in range(8))
@@ -106,16 +106,16 @@ def test_separate_teachers_on_cpu_are_beside_the_student(demo: RunConfig, ranks:
 
 @pytest.mark.parametrize("where", ["colocated", "separate"])
 def test_a_teacher_with_the_students_weights_is_in_its_processes(demo: RunConfig, gpus: None, where: str) -> None:
-    """Bugs: devices reserved for it, GPUs that seem to be shared, and nothing read ahead because of it."""
-    own = demo.teachers[0].model_copy(update={"model": None, "weights": "ema"})
-    config = demo.model_copy(update={"teachers": (own, demo.teachers[1])})
+    """Bugs: devices reserved for the teacher; GPUs that count as shared; no lookahead because of it."""
+    average = demo.teachers[0].model_copy(update={"model": None, "weights": "ema"})
+    config = demo.model_copy(update={"teachers": (average, demo.teachers[1])})
     placement = placed(config, placement=where)
 
     assert placement.teachers[0] == placement.student
     assert placement.num_processes == (8 if where == "separate" else 16)
     assert placement.groups_per_device == (1 if where == "separate" else 2)
     assert placement.is_separate == (where == "separate")
-    assert not placed(config.model_copy(update={"teachers": (own,)})).is_separate
+    assert not placed(config.model_copy(update={"teachers": (average,)})).is_separate
 
 
 def test_without_teachers_the_student_has_all_devices(gpus: None) -> None:
@@ -126,7 +126,7 @@ def test_without_teachers_the_student_has_all_devices(gpus: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "says"),
+    ("cluster", "message"),
     [
         (
             {"teacher_ranks": (1, 2, 3)},
@@ -142,8 +142,8 @@ def test_without_teachers_the_student_has_all_devices(gpus: None) -> None:
     ],
     ids=["length", "none left", "no share", "one GPU", "none left on two nodes"],
 )
-def test_devices_that_do_not_suffice(demo: RunConfig, gpus: None, cluster: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_too_few_devices(demo: RunConfig, gpus: None, cluster: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         placed(demo, placement="separate", **cluster)
 
 
@@ -152,7 +152,7 @@ def test_cpu_ranks_that_nodes_cannot_share(demo: RunConfig) -> None:
         placed(demo, "cpu", num_nodes=2, cpu_ranks=3)
 
 
-def test_teacher_ranks_are_of_separate_teachers() -> None:
+def test_teacher_ranks_need_separate_teachers() -> None:
     with pytest.raises(ConfigError, match=r"cluster.teacher_ranks=2 has .* write cluster.placement=separate, or leave"):
         compose("++cluster.teacher_ranks=2")
     assert compose("++cluster.teacher_ranks=[2,1]", "++cluster.placement=separate").cluster.teacher_ranks == (2, 1)
@@ -163,14 +163,9 @@ def test_teacher_ranks_are_of_separate_teachers() -> None:
 
 @pytest.mark.timeout(60)
 def test_absurd_degrees_are_refused_at_once() -> None:
-    """Bug: what would work instead is looked for among all numbers up to the one that was asked for."""
+    """Bug: the search for a proposal tries every number up to the requested degree."""
     with pytest.raises(ConfigError, match=r"write student.parallelism.tp=4, student.parallelism.cp=1"):
         resolve_layout("student.parallelism", 4, Parallelism(tp=10**18, cp=10**18))
-
-
-def test_data_parallel_is_what_is_left() -> None:
-    assert resolve_layout("student.parallelism", 16, Parallelism(tp=4, cp=2)) == Layout(dp=2, cp=2, tp=4)
-    assert resolve_layout("student.parallelism", 3, Parallelism()) == Layout(3)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +173,7 @@ def test_data_parallel_is_what_is_left() -> None:
     [(8, 3, 1), (8, 4, 4), (12, 8, 1), (8, 16, 1), (6, 5, 4), (7, 2, 2), (12, 8, 6)],
 )
 def test_a_refused_layout_comes_with_one_that_works(num_ranks: int, tp: int, cp: int) -> None:
-    """Bugs: a proposal that is refused in turn, or one that is larger than what was asked for."""
+    """Bugs: the proposal is refused too, or larger than the requested degrees."""
     with pytest.raises(ConfigError, match=r"^teachers\.1\.parallelism: tp=") as caught:
         resolve_layout("teachers.1.parallelism", num_ranks, Parallelism(tp=tp, cp=cp))
     proposed = {name: int(number) for name, number in re.findall(r"parallelism\.(tp|cp)=(\d+)", str(caught.value))}
@@ -193,8 +188,8 @@ def test_proposed_degrees_are_the_largest() -> None:
         resolve_layout("student.parallelism", 8, Parallelism(tp=6, cp=4))
 
 
-def test_ranks_on_a_cpu_are_not_asked_for_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: on a machine without a GPU the way out was `gpus_per_node=2`, which was written already."""
+def test_ranks_on_a_cpu_are_not_counted_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: on a machine without a GPU, the message proposes `gpus_per_node=2`, which is already set."""
     monkeypatch.setattr(Processes, "started", lambda: Processes(0, 2, 0))
     placement = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=1)
     with pytest.raises(ConfigError, match=r"^cluster\.cpu_ranks=1: .* set cluster\.cpu_ranks=2$"):
@@ -203,7 +198,7 @@ def test_ranks_on_a_cpu_are_not_asked_for_as_gpus(monkeypatch: pytest.MonkeyPatc
 
 def test_replicas_divide_data_parallel_ranks() -> None:
     assert resolve_layout("student.parallelism", 16, Parallelism(tp=2, replicas=4)) == Layout(dp=8, tp=2, replicas=4)
-    assert resolve_layout("student.parallelism", 16, Parallelism(tp=2)) == Layout(dp=8, tp=2)
+    assert resolve_layout("student.parallelism", 16, Parallelism(tp=4, cp=2)) == Layout(dp=2, cp=2, tp=4)
     with pytest.raises(
         ConfigError, match=r"^student.parallelism.replicas=3 does not divide the 8 .* write .*replicas=2,"
     ):
@@ -213,11 +208,14 @@ def test_replicas_divide_data_parallel_ranks() -> None:
 # Batch
 
 
-@pytest.mark.parametrize(("size", "student", "teachers"), [(12, 2, (4,)), (12, 1, (8, 3)), (30, 4, ())])
-def test_rows_must_be_cut_evenly_for_everyone(
+@pytest.mark.parametrize(
+    ("size", "student", "teachers"),
+    [(12, 2, (4,)), (12, 1, (8, 3)), (30, 4, ()), (1, 4, ()), (5, 4, ()), (7, 4, ()), (60, 4, ())],
+)
+def test_a_batch_divides_into_the_ranks_of_every_group(
     demo: RunConfig, size: int, student: int, teachers: tuple[int, ...]
 ) -> None:
-    """Each group's parts have equally many rows."""
+    """Bugs: the proposed batch size is refused too, or 0 for a batch smaller than the ranks."""
 
     def with_size(size: int) -> RunConfig:
         train = demo.train.model_copy(update={"global_batch_size": size})

@@ -1,4 +1,4 @@
-"""Batches come in order and taught, whatever is under way ahead of them, which nobody waits for."""
+"""Batches arrive in order with their teachers' output, and nobody waits for the batches ahead."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +16,7 @@ PER_EPOCH = 4
 
 
 class Numbers:
-    """A loader whose batch n is n, from 1 on."""
+    """A loader whose n-th batch is n, counted from 1."""
 
     timed_as = "data_wait_s"
 
@@ -40,17 +40,17 @@ class Numbers:
 
 @dataclass
 class FakeTeachers:
-    """A group that reads one batch after the other, each in `seconds`, in a process of its own that is a thread."""
+    """Teachers that read one batch after another in a thread, each in `seconds`."""
 
     seconds: float = 0.0
     bad: int | None = None
-    asked: list[int] = field(default_factory=list)
+    submitted: list[int] = field(default_factory=list)
     answered: list[int] = field(default_factory=list)
     process: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def submit(self, batch: int, about: str) -> Future[int]:
         assert about == f"step {batch}"
-        self.asked.append(batch)
+        self.submitted.append(batch)
         return self.process.submit(self._read, batch)
 
     def _read(self, batch: int) -> int:
@@ -59,8 +59,8 @@ class FakeTeachers:
             raise WorkerError("teacher", 0, "it has left the room", "")
         return batch
 
-    def collect(self, asked: Future[int]) -> int:
-        self.answered.append(asked.result())
+    def collect(self, future: Future[int]) -> int:
+        self.answered.append(future.result())
         return self.answered[-1]
 
 
@@ -71,18 +71,18 @@ def lookahead(teachers: FakeTeachers, depth: int, last: int = 10, *, loader: Num
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_batches_come_in_order_and_so_far_ahead(depth: int) -> None:
-    """While the student trains on batch n, those up to n + depth are asked for, and none beyond the last."""
+    """Bug: fewer or more than `depth` batches ahead of the student's are submitted, or one after the last."""
     teachers = FakeTeachers()
     batches = lookahead(teachers, depth)
     for n in range(1, 11):
         assert batches.next(Timer()) == n
-        assert teachers.asked == list(range(1, min(n + depth, 10) + 1))
+        assert teachers.submitted == list(range(1, min(n + depth, 10) + 1))
         assert teachers.answered == list(range(1, n + 1)), "nobody waits for what is ahead"
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_place_and_epoch_are_those_of_the_batch_that_was_returned(depth: int) -> None:
-    """Bug: a checkpoint that skips the batches which the teachers had read but the student had not."""
+    """Bug: a checkpoint skips batches that the teachers have read but the student has not."""
     batches = lookahead(FakeTeachers(), depth)
     assert batches.state_dict() == {"num_batches": 0}
     for n in range(1, 11):
@@ -102,7 +102,7 @@ def test_a_resumed_run_begins_at_its_place() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_a_teacher_that_fails_ahead_fails_with_its_own_batch(depth: int) -> None:
-    """What was taught before it is still trained on."""
+    """Bug: the batches before the failing one are lost."""
     batches = lookahead(FakeTeachers(bad=3), depth)
     assert [batches.next(Timer()) for _ in range(2)] == [1, 2]
     with pytest.raises(WorkerError, match="left the room"):
@@ -110,8 +110,8 @@ def test_a_teacher_that_fails_ahead_fails_with_its_own_batch(depth: int) -> None
 
 
 @pytest.mark.parametrize(("depth", "span"), [(0, "teacher_s"), (1, "teacher_wait_s")])
-def test_what_the_caller_waits_for_is_timed_as_what_it_is(depth: int, span: str) -> None:
-    """All that teachers take where they take turns with the student; else what is left of it when it is needed."""
+def test_the_wait_for_teachers_has_its_own_span(depth: int, span: str) -> None:
+    """Bug: the wait for teachers that work ahead is timed as teacher_s, which is their full time in turns."""
     timer, teachers = Timer(), FakeTeachers(seconds=0.05)
     lookahead(teachers, depth).next(timer)
     times = timer.take()

@@ -1,4 +1,4 @@
-"""The objective of a global step, from metrics that are already reduced (methods.md §7.3)."""
+"""The objective of a global step, computed from reduced metrics (methods.md §7.3)."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def test_loss_is_the_sum_of_the_parts_and_ce(tiny: Tiny) -> None:
 
 
 def test_a_teacher_without_a_unit_has_no_kd(tiny: Tiny) -> None:
-    """Bug: a KD of 0 for a teacher that none of the texts was given to."""
+    """Bug: a KD of 0 for a teacher that read none of the texts."""
     metrics = {"ce": Mean(6.0, 2), "kd/cross": Mean(0.0, 0), "kd/same": Mean(5.0, 10)}
     values = objective_values(
         compose(*tiny.overrides()), metrics | {f"{PART}0": Mean(0.0, 10), f"{PART}1": Mean(5.0, 10)}, 1.0, "val"
@@ -37,7 +37,7 @@ def test_a_teacher_without_a_unit_has_no_kd(tiny: Tiny) -> None:
 
 
 def test_without_a_text_of_the_data_there_is_no_ce(tiny: Tiny) -> None:
-    """Bug: a CE of 0 in every step of a run whose texts the student samples."""
+    """Bug: a CE of 0 in every step of a run on the student's samples."""
     metrics = {"ce": Mean(0.0, 0), "kd/cross": Mean(4.0, 2), f"{PART}0": Mean(4.0, 2)}
     values = objective_values(compose(*tiny.overrides()), metrics, 1.0, "train")
     assert "train/ce" not in values
@@ -52,7 +52,7 @@ def test_without_kd_weight_there_is_no_kd(tiny: Tiny) -> None:
 
 
 def step_of(ce: float, kd: float, ce_units: float = 10, kd_units: float = 4) -> dict[str, Mean]:
-    """Reduced metrics of a step with these raw terms."""
+    """Return reduced metrics of a step with these mean terms."""
     return {"ce": Mean(ce * ce_units, ce_units), f"{PART}0": Mean(kd * kd_units, kd_units)}
 
 
@@ -64,14 +64,14 @@ def after(*steps: dict[str, Mean], **settings: float) -> KDScale:
 
 
 def by_age(pairs: list[tuple[float, float]], decay: float) -> float:
-    """The ratio of two sums over steps, each weighed by decay^age: the closed form."""
+    """Return the closed form: the ratio of two sums over steps, each step weighted by decay^age."""
     weights = [decay ** (len(pairs) - 1 - i) for i in range(len(pairs))]
     ce, kd = (sum(weight * pair[side] for weight, pair in zip(weights, pairs, strict=True)) for side in (0, 1))
     return ce / kd
 
 
 def test_dynamic_scale_is_the_ratio_of_two_moving_averages() -> None:
-    """Bugs: a mean of ratios, a scale that knows its own step, a first step that weighs as much as a hundred."""
+    """Bugs: a mean of ratios, a scale that includes its own step, a first step that weighs as much as a hundred."""
     pairs = [(4.0, 2.0), (3.0, 3.0), (2.0, 8.0), (5.0, 0.5)]
     assert after().value == 1
     for number in range(1, len(pairs) + 1):
@@ -80,14 +80,14 @@ def test_dynamic_scale_is_the_ratio_of_two_moving_averages() -> None:
 
 
 def test_one_step_with_little_kd_changes_little() -> None:
-    """Bug: CE/KD of 3e6 in one step, of which a hundredth is 30,000 for a hundred steps."""
+    """Bug: a ratio of 3e6 in one step raises a mean of ratios by 30,000 for a hundred steps."""
     usual, little = step_of(3.0, 1.0), step_of(3.0, 1e-6)
     assert after(*[usual] * 5, little).value == pytest.approx(3.0 * 6 / 5, rel=0.02)
     assert after(little, *[usual] * 5).value == pytest.approx(3.0 * 6 / 5, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    "unsaid",
+    "incomplete",
     [
         step_of(0.0, 0.8, ce_units=0),
         step_of(3.0, 0.0, kd_units=0),
@@ -97,21 +97,21 @@ def test_one_step_with_little_kd_changes_little() -> None:
     ],
     ids=["no CE units", "no KD units", "no teacher", "infinite CE", "NaN KD"],
 )
-def test_a_step_without_both_terms_says_nothing(unsaid: dict[str, Mean]) -> None:
-    """Bug: samples have no CE, so that a batch of them has CE 0, and KD is multiplied by 0 from then on."""
-    assert after(unsaid).value == 1
-    assert after(step_of(3.0, 2.0), unsaid).value == pytest.approx(1.5)
+def test_a_step_without_both_terms_changes_nothing(incomplete: dict[str, Mean]) -> None:
+    """Bug: a batch of samples has CE 0, and KD is multiplied by 0 from then on."""
+    assert after(incomplete).value == 1
+    assert after(step_of(3.0, 2.0), incomplete).value == pytest.approx(1.5)
 
 
 def test_the_scale_is_capped() -> None:
-    """Bug: a student that starts as its teacher has KD of rounding noise, or 0."""
+    """Bug: an infinite scale for a student that starts as its teacher, whose KD is 0 or rounding noise."""
     assert after(step_of(3.0, 1e-9)).value == 100
     assert after(step_of(3.0, 0.0), scaling_cap=7.0).value == 7
     assert after(step_of(3.0, 1.0), scaling_cap=7.0).value == pytest.approx(3.0)
 
 
 def test_a_negative_kd_is_not_turned_round() -> None:
-    """Bug: KD of a truncated divergence that is not normalised is below 0, and a negative scale trains against it."""
+    """Bug: the KD of an unnormalised truncated divergence is negative, and a negative scale trains against it."""
     assert after(step_of(3.0, -0.5)).value == pytest.approx(6.0)
 
 
@@ -122,7 +122,7 @@ def test_fixed_scale_is_one() -> None:
 
 
 def test_scale_continues_from_its_state() -> None:
-    """What a checkpoint stores is enough, to the last bit."""
+    """Bug: a checkpoint lacks a part of the state, so a resumed run has another scale."""
     first, second = after(step_of(4.0, 2.0), step_of(0.1, 0.3)), after()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for scale in (first, second):

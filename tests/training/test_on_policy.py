@@ -1,4 +1,4 @@
-"""A whole on-policy run by the example script: what it leaves, and that it continues as if it had never stopped."""
+"""An on-policy run of the example script: its files, and a resumed run that equals an uninterrupted one."""
 
 import json
 import shutil
@@ -44,12 +44,11 @@ OVERRIDES = [
     "logging.rollouts.every=1",
     "logging.rollouts.file_mb=1e-6",
 ]
-TIMES = "perf/"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = start(tmp_path_factory.mktemp("on_policy") / "whole", OVERRIDES, script=SCRIPT)
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = start(tmp_path_factory.mktemp("on_policy") / "run", OVERRIDES, script=SCRIPT)
     run.wait_for_step(1)
     run.processes()
     assert run.end() == 0, run.output
@@ -57,8 +56,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_a_run_says_what_it_samples(whole: Run) -> None:
-    first, *steps = whole.metrics
+def test_metrics_of_a_run(run: Run) -> None:
+    first, *steps = run.metrics
 
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     assert 0 < first["eval/held_out/greedy"] < 1
@@ -73,89 +72,91 @@ def test_a_run_says_what_it_samples(whole: Run) -> None:
         assert record["rollout/staleness"] == 0
         assert record["perf/rollout_s"] > 0
         assert record["perf/data_wait_s"] == 0
-    assert {step for step, record in enumerate(whole.metrics) if "eval/held_out/pass@2" in record} == {0, HALF, STEPS}
+    assert {step for step, record in enumerate(run.metrics) if "eval/held_out/pass@2" in record} == {0, HALF, STEPS}
 
 
-def test_rollouts_are_written_with_their_rewards(whole: Run) -> None:
-    """Bugs: rewards of other rollouts, those of the batch that is sampled ahead, rows of the dataset among them."""
-    for record in whole.metrics[1:]:
-        lines = (whole.output_dir / f"rollouts.{record['step']}.jsonl").read_text().splitlines()
+def test_rollouts_are_written_with_their_rewards(run: Run) -> None:
+    """Bugs: rewards of other rollouts, rollouts of the batch that is sampled ahead, rows of the dataset."""
+    for record in run.metrics[1:]:
+        lines = (run.output_dir / f"rollouts.{record['step']}.jsonl").read_text().splitlines()
         rollouts = [json.loads(line) for line in lines]
         assert len(rollouts) == 12
-        assert sum(each["reward"] for each in rollouts) / 12 == pytest.approx(record["rollout/reward"])
-        assert {len(each["ids"]) - len(each["loss_mask"]) for each in rollouts} == {0}
-        assert all(any(each["loss_mask"]) for each in rollouts)
+        assert sum(rollout["reward"] for rollout in rollouts) / 12 == pytest.approx(record["rollout/reward"])
+        assert {len(rollout["ids"]) - len(rollout["loss_mask"]) for rollout in rollouts} == {0}
+        assert all(any(rollout["loss_mask"]) for rollout in rollouts)
 
 
 @pytest.mark.parametrize("teacher", ["cross", "same"])
-def test_each_teacher_is_asked_once_as_the_student_is(whole: Run, teacher: str) -> None:
-    """They know their sums: any that is asked in another's tokens, or in the student's place, does not."""
-    first, *steps = whole.metrics
-    student, own = (shown(whole, who) for who in (None, teacher))
-    of_student = {name for name in first if name.startswith("eval/") and name.count("/") == 2}
+def test_each_teacher_answers_the_students_questions_once(run: Run, teacher: str) -> None:
+    """Bug: a teacher is prompted in another model's tokens, or the student answers in its place; teachers know sums."""
+    first, *steps = run.metrics
+    student_answers, teacher_answers = (answers_of(run, who) for who in (None, teacher))
+    student_measures = {name for name in first if name.startswith("eval/") and name.count("/") == 2}
 
-    assert {f"{name}/{teacher}" for name in of_student} <= first.keys()
+    assert {f"{name}/{teacher}" for name in student_measures} <= first.keys()
     assert first[f"eval/held_out/greedy/{teacher}"] == 1 > first["eval/held_out/greedy"]
     assert not any(f"eval/held_out/greedy/{teacher}" in record for record in steps)
-    assert f"teacher {teacher}" in questions(whole.output)
-    assert [(one.step, one.question, one.reward) for one in own] == [
-        (0, one.question, 1) for one in student if one.step == 0
+    assert f"teacher {teacher}" in questions(run.output)
+    assert [(answer.step, answer.question, answer.reward) for answer in teacher_answers] == [
+        (0, answer.question, 1) for answer in student_answers if answer.step == 0
     ]
 
 
-def test_what_was_answered_is_in_the_report(whole: Run) -> None:
-    answers = shown(whole, None)
-    page = (whole.output_dir / "report" / "report.html").read_text(encoding="utf-8")
+def test_answers_are_in_the_report(run: Run) -> None:
+    answers = answers_of(run, None)
+    page = (run.output_dir / "report" / "report.html").read_text(encoding="utf-8")
 
     assert {answer.step for answer in answers} == {0, HALF, STEPS}
     assert answers[-1].response in page
     assert all(f">teacher {teacher}<" in page.partition("Answers")[2] for teacher in ("cross", "same"))
     assert "Questions" in page
-    assert "greedy" in whole.output
+    assert "greedy" in run.output
 
 
-def test_the_student_is_written_in_the_precision_it_was_read_in(whole: Run) -> None:
-    """Catches a configuration that tells of the precision it was trained in."""
-    weights = load_file(whole.output_dir / "final" / "model.safetensors")
-    config = json.loads((whole.output_dir / "final" / "config.json").read_text(encoding="utf-8"))
+def test_the_student_is_written_in_the_precision_it_was_read_in(run: Run) -> None:
+    """Catches a config.json with the precision of the training."""
+    weights = load_file(run.output_dir / "final" / "model.safetensors")
+    config = json.loads((run.output_dir / "final" / "config.json").read_text(encoding="utf-8"))
 
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert config["dtype"] == "bfloat16"
 
 
 def test_a_run_that_continues_samples_the_same(
-    whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, which is sooner done."""
+    """Bug: a resumed run samples, asks or learns differently. It runs in this process, which is faster."""
     monkeypatch.setenv("COLUMNS", "200")
     folder = tmp_path / "half"
-    shutil.copytree(whole.output_dir, folder)
+    shutil.copytree(run.output_dir, folder)
     shutil.rmtree(folder / "checkpoints" / f"step_{STEPS:06d}")
     shutil.rmtree(folder / "final")
-    config = from_yaml(whole.output_dir / "config.yaml")
-    own = config.run.model_copy(update={"output_dir": folder, "resume": "auto"})
-    distil(config.model_copy(update={"run": own}))
+    config = from_yaml(run.output_dir / "config.yaml")
+    resumed = config.run.model_copy(update={"output_dir": folder, "resume": "auto"})
+    distil(config.model_copy(update={"run": resumed}))
 
-    assert [told(record) for record in read(folder / "metrics.jsonl")] == [told(record) for record in whole.metrics]
-    assert questions(capsys.readouterr().out) == questions(whole.output)
-    assert (folder / "samples.jsonl").read_text() == (whole.output_dir / "samples.jsonl").read_text()
+    assert without_times(read(folder / "metrics.jsonl")) == without_times(run.metrics)
+    assert questions(capsys.readouterr().out) == questions(run.output)
+    assert (folder / "samples.jsonl").read_text() == (run.output_dir / "samples.jsonl").read_text()
     for step in range(1, STEPS + 1):
-        own, other = (each / f"rollouts.{step}.jsonl" for each in (folder, whole.output_dir))
-        assert own.read_text() == other.read_text()
-    own, other = (load_file(each / "final" / "model.safetensors") for each in (folder, whole.output_dir))
-    assert all(torch.equal(weight, other[name]) for name, weight in own.items())
+        name = f"rollouts.{step}.jsonl"
+        assert (folder / name).read_text() == (run.output_dir / name).read_text()
+    weights, expected = (load_file(path / "final" / "model.safetensors") for path in (folder, run.output_dir))
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
-def shown(run: Run, teacher: str | None) -> list[ShownAnswer]:
-    """What the teacher answered; None: the student."""
-    return [one for one in SampleLog(run.output_dir / "samples.jsonl").read() if one.teacher == teacher]
+def answers_of(run: Run, teacher: str | None) -> list[ShownAnswer]:
+    """Return the answers of a teacher, or of the student if it is None."""
+    return [answer for answer in SampleLog(run.output_dir / "samples.jsonl").read() if answer.teacher == teacher]
 
 
 def questions(output: str) -> str:
-    """The closing table."""
+    """Return the closing table of questions."""
     return output.partition("Questions")[2].partition(" done ")[0]
 
 
-def told(record: dict[str, float]) -> str:
-    """But for how long it took."""
-    return json.dumps({name: value for name, value in record.items() if not name.startswith(TIMES)})
+def without_times(records: list[dict[str, float]]) -> str:
+    """Return the records as text, which makes NaN equal to NaN, without the times."""
+    return json.dumps(
+        [{name: value for name, value in record.items() if not name.startswith("perf/")} for record in records]
+    )

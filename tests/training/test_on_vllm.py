@@ -18,12 +18,12 @@ pytestmark = [
 
 
 def test_a_run_samples_with_vllm(tmp_path: Path) -> None:
-    """The student's head is its own: weights that follow come through memory.
+    """The student's head is not tied, and new weights reach the server through memory.
 
-    Bugs: a vLLM that takes nine tenths of the machine's memory did not start beside a run on 24 GiB; a head that stays
-    as it was when the server started.
+    Bugs: vLLM asks for nine tenths of the machine's memory and does not start; the server keeps the head it started
+    with.
     """
-    # Its attention on CPUs has no heads of less than 32.
+    # vLLM's attention on CPUs needs heads of at least 32.
     student = save_model(
         tmp_path / "student",
         AutoTokenizer.from_pretrained(resolve("demo:arithmetic_student")),
@@ -40,7 +40,7 @@ def test_a_run_samples_with_vllm(tmp_path: Path) -> None:
             "cluster.launcher=local",
             "rollout=server",
             f"rollout.command=[{VENV}/bin/vllm,serve]",
-            # It still asks for its share of the memory, but does not fill it.
+            # vLLM still asks for its share of the memory, but does not fill it.
             "rollout.options=[--enforce-eager,'--num-gpu-blocks-override=64']",
             "evaluation=null",
             "train.max_steps=2",

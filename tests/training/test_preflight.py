@@ -1,4 +1,4 @@
-"""What preflight settles: directory, device, ranks, steps, memory; and what a dry run prints of it."""
+"""Preflight's choices of directory, device, ranks, steps and memory, its warnings, and the output of a dry run."""
 
 import json
 import re
@@ -29,7 +29,6 @@ from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.loss import PKLTerm
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.teacher import SameTokenizerTeacher
-from nemo_opd.config.train import Train
 from nemo_opd.data.source_files import resolve_files
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.preflight import ranks as module
@@ -37,7 +36,7 @@ from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.memory import Phase
 from nemo_opd.preflight.model_info import read_model_info
 from nemo_opd.preflight.plan import preflight
-from nemo_opd.preflight.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks
+from nemo_opd.preflight.ranks import reserved_gpus, resolve_device, resolve_ranks
 from nemo_opd.preflight.summary import run_summary
 from nemo_opd.preflight.teachers import require_same_tokenizer
 from nemo_opd.preflight.warnings import check_positions, require_room_to_sample, warn_of_student_as_teacher
@@ -53,27 +52,21 @@ NUM_DOCUMENTS = 24
 
 @pytest.fixture
 def configure(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
-    """Overrides → the configuration of a run with the tiny models, in an empty directory."""
+    """A function from overrides to the configuration of a run with the tiny models, in an empty directory."""
     monkeypatch.chdir(tmp_path)
     return lambda *overrides: compose(*tiny.overrides(*overrides))
 
 
-@pytest.fixture(scope="module")
-def config() -> RunConfig:
-    """The demo's, for checks that look at no model."""
-    return compose()
-
-
-# The run's directory
-
-
-def test_the_work_of_a_step_has_the_heads_rows_that_are_computed(configure: Configure) -> None:
-    """Bug: FLOPs of rows that no token has, of which no logits are made, so that the MFU is too high."""
+def test_flops_count_the_heads_rows_that_are_computed(configure: Configure) -> None:
+    """Bug: FLOPs of the head's padding rows count although their logits are not computed, so the MFU is too high."""
     plan = preflight(configure())
     teachers = zip(plan.utilization.teachers, plan.teachers, strict=True)
 
     assert plan.utilization.student.vocab_size == plan.student_vocab_size
     assert all(size is not None and size.vocab_size == teacher.vocab_size for size, teacher in teachers)
+
+
+# The run's directory
 
 
 class Noon(datetime):
@@ -90,7 +83,7 @@ def test_the_default_directory_is_named_after_run_and_time(tmp_path: Path, monke
 
 
 def test_runs_of_the_same_second_do_not_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The jobs of a --multirun, for example."""
+    """Bug: jobs of a --multirun write to the same directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_directory, "datetime", Noon)
     names = []
@@ -103,7 +96,7 @@ def test_runs_of_the_same_second_do_not_share_a_directory(tmp_path: Path, monkey
 
 
 def test_a_given_directory_is_used_as_it_is(configure: Configure, tmp_path: Path) -> None:
-    """Also where it is there already, with other things in it, and also to resume where there is nothing yet."""
+    """Bug: a directory with other files is refused, or run.resume=auto needs a directory with a run."""
     (tmp_path / "notes").write_text("mine")
 
     assert preflight(configure(f"run.output_dir={tmp_path}")).output_dir == tmp_path
@@ -113,7 +106,7 @@ def test_a_given_directory_is_used_as_it_is(configure: Configure, tmp_path: Path
 
 
 def test_a_run_is_not_continued_beyond_its_end(configure: Configure, tmp_path: Path) -> None:
-    """Bug: nothing is trained and nothing exported, and the run asks to be continued as it was."""
+    """Bug: nothing is trained or exported, and the message says to continue the run with the same settings."""
     config = configure(f"run.output_dir={tmp_path}", "run.resume=auto", "train.max_steps=3")
     checkpoints = CheckpointManager(tmp_path / "checkpoints", keep_last=2)
     with checkpoints.writing(Progress(step=3, loader={}, settings=identity(config))):
@@ -136,7 +129,7 @@ def test_auto_follows_the_machine(gpu: bool, device: str, monkeypatch: pytest.Mo
     assert resolve_device(Cluster(device="cpu")) == "cpu"
 
 
-def test_a_remote_cluster_has_gpus_that_this_machine_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_cluster_may_have_more_gpus_than_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     remote = Cluster(device="cuda", num_nodes=16, gpus_per_node=8, address="auto")
@@ -153,22 +146,6 @@ def test_all_gpus_of_a_machine_are_used(monkeypatch: pytest.MonkeyPatch) -> None
     assert resolve_ranks(Cluster(), "cuda") == 4
     assert resolve_ranks(Cluster(gpus_per_node=2), "cuda") == 2
     assert resolve_ranks(Cluster(gpus_per_node=2), "cpu") == 1
-
-
-@pytest.mark.parametrize("size", [1, 3, 4, 5, 6, 7, 11, 12, 13, 60])
-def test_a_batch_divides_into_ranks(size: int, config: RunConfig) -> None:
-    """The size that the message proposes is one that passes."""
-
-    def with_size(size: int) -> RunConfig:
-        return config.model_copy(update={"train": Train(max_steps=1, global_batch_size=size)})
-
-    if size % 4 == 0:
-        require_batch_divides(with_size(size), 4)
-        return
-    with pytest.raises(ConfigError) as caught:
-        require_batch_divides(with_size(size), 4)
-    proposed = str(caught.value).partition("write train.global_batch_size=")[2].partition(",")[0]
-    require_batch_divides(with_size(int(proposed)), 4)
 
 
 # Steps
@@ -196,7 +173,7 @@ def test_epochs_become_steps(configure: Configure, batch: int, micro: int, epoch
 
 
 def test_epochs_of_packed_documents_are_counted(configure: Configure) -> None:
-    """Rows depend on lengths, so all documents are read; each epoch has its own order, and perhaps number of rows."""
+    """Bug: every epoch counts as many rows as the first, although their order and so their packing differ."""
     plan = preflight(
         configure(
             "train.max_steps=null",
@@ -235,8 +212,8 @@ def test_validation_is_limited_or_absent(configure: Configure) -> None:
 # Teachers
 
 
-def test_teachers_without_a_say_are_not_looked_at(configure: Configure) -> None:
-    """kd_weight=0 trains on text alone, also where the teachers are not there."""
+def test_inactive_teachers_are_not_read(configure: Configure) -> None:
+    """Bug: kd_weight=0, which trains on text alone, needs the teachers' files."""
     plan = preflight(configure("loss.kd_weight=0", "teachers.0.model=/nowhere", "teachers.1.model=/nowhere"))
 
     assert plan.teachers == ()
@@ -262,7 +239,7 @@ SAME = SameTokenizerTeacher(name="same", type="same_tokenizer", model="/same")
 
 
 def test_equal_maps_are_the_same_tokenizer(tiny: Tiny) -> None:
-    """Also where one side has more tokens behind: the map must agree, not the size."""
+    """Bug: a tokenizer with further tokens at its end is refused."""
     student, teacher = tokenizers(tiny)
     require_same_tokenizer(1, SAME, student, teacher)
     teacher.add_tokens(["<more>"])
@@ -271,7 +248,7 @@ def test_equal_maps_are_the_same_tokenizer(tiny: Tiny) -> None:
 
 
 def test_one_token_that_differs_is_another_tokenizer(tiny: Tiny) -> None:
-    """Equal sizes say nothing: the last id is another token."""
+    """Bug: tokenizers of equal size count as equal."""
     student, teacher = tokenizers(tiny)
     student.add_tokens(["<ours>"])
     teacher.add_tokens(["<theirs>"])
@@ -297,7 +274,7 @@ def test_a_token_with_two_ids_is_another_tokenizer(tiny: Tiny) -> None:
 
 
 def stored_parameters(folder: Path) -> int:
-    """Counted in the file; tied weights are in it once."""
+    """Return the number of parameters in the model's file, which has tied weights once."""
     total = 0
     with safe_open(folder / "model.safetensors", framework="numpy") as file:
         for name in file.keys():  # noqa: SIM118 (no mapping)
@@ -310,7 +287,7 @@ def stored_parameters(folder: Path) -> int:
 
 @pytest.mark.parametrize("handoff", ["hidden_states", "logits"])
 def test_the_memory_estimate(configure: Configure, tiny: Tiny, handoff: str) -> None:
-    """Against the files: fp32 master, gradient and two moments; teachers and their output in their dtype."""
+    """Compares with the files: fp32 weights, gradients and two moments; teachers and their output in their dtype."""
     plan = preflight(configure("teachers.0.max_length=40", "teachers.1.dtype=bfloat16", f"handoff={handoff}"))
     student, cross, same = map(stored_parameters, (tiny.student, tiny.teacher_cross, tiny.teacher_same))
     vocabulary, wide = (len(AutoTokenizer.from_pretrained(folder)) for folder in (tiny.student, tiny.teacher_cross))
@@ -341,20 +318,20 @@ def test_the_memory_estimate(configure: Configure, tiny: Tiny, handoff: str) -> 
 
 
 def test_parameters_are_sharded_over_ranks(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So are the rows of a batch; a microbatch is each rank's own, and so is a head to make logits with."""
+    """Bugs: rows of a batch that are not divided over ranks; a microbatch or a teacher's head that is."""
     monkeypatch.setattr(module, "num_cores", lambda: 2)
     (one,), (two,) = (preflight(configure(f"cluster.cpu_ranks={ranks}")).memory.memories for ranks in (1, 2))
-    own = ("student: logits and their gradients", "head handed over")
+    unsharded = ("student: logits and their gradients", "head handed over")
     halved = ("student: parameters", "student: optimizer", "hidden states handed over", "cross: parameters")
     for first, second in zip(one.parts, two.parts, strict=True):
-        if str(first).endswith(own):
+        if str(first).endswith(unsharded):
             assert second.at(Phase.LOSS) == first.at(Phase.LOSS), str(first)
         if str(first).endswith(halved):
             assert second.at(Phase.LOSS) == first.at(Phase.LOSS) // 2, str(first)
 
 
-def test_what_is_offloaded_is_settled(configure: Configure) -> None:
-    """Workers and config.yaml get no `auto`; on CPU there is nowhere to offload to."""
+def test_offload_auto_is_resolved(configure: Configure) -> None:
+    """Bug: workers and config.yaml get `auto`. On CPU, nothing is offloaded."""
     config = preflight(configure()).config
 
     assert config.student.offload is False
@@ -384,8 +361,8 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     assert {"cross: hidden states handed over", "same: parameters", "all"} <= rows.keys()
 
 
-def test_the_header_says_what_is_chosen_and_cut_and_when_to_take_the_loss(configure: Configure) -> None:
-    """Bug: half of the texts are cut, and nobody is told; or the header and the help advise different losses."""
+def test_the_header_has_losses_truncated_texts_and_advice(configure: Configure) -> None:
+    """Bug: half of the texts are truncated without a word; or the header and the help advise different losses."""
     summary = run_summary(preflight(configure("data.packing=false", "train.max_length=8", "loss.normalizer=units")))
     losses = "p_kl (forward_kl) normalizer=units, same_vocab (forward_kl)"
     assert summary.choices["loss"] == f"{losses}, KD weight 1, cross-entropy weight 1"
@@ -394,7 +371,7 @@ def test_the_header_says_what_is_chosen_and_cut_and_when_to_take_the_loss(config
     assert advice == f"p_kl: take {PKLTerm.take}"
 
 
-def test_a_dry_run_says_that_it_passed_and_what_it_did_not_read(
+def test_a_dry_run_says_that_it_passed_and_lists_unread_weights(
     configure: Configure, tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -408,10 +385,10 @@ def test_a_dry_run_says_that_it_passed_and_what_it_did_not_read(
     assert passed.startswith("dry run passed with ") == any(line.startswith("warning: ") for line in warnings)
 
 
-def test_a_dry_run_of_what_does_not_fit_fails(
+def test_a_dry_run_of_a_run_that_does_not_fit_fails(
     configure: Configure, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: `dry run passed` and exit status 0 below an estimate of more memory than there is."""
+    """Bug: `dry run passed` and exit status 0 although the estimate exceeds the memory."""
     plan = preflight(configure("run.dry_run=true"))
     memories = tuple(replace(memory, capacity=memory.peak // 2) for memory in plan.memory.memories)
     monkeypatch.setattr(
@@ -426,7 +403,7 @@ def test_a_dry_run_of_what_does_not_fit_fails(
 
 
 def test_special_tokens_beyond_the_embeddings_are_left_out(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
-    """Gemma-3-1B has the tokenizer of its siblings that see, but no embedding for their image token."""
+    """As for Gemma-3-1B: its tokenizer has an image token, but the model has no embedding for it."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.student)
     size = len(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -439,25 +416,25 @@ def test_special_tokens_beyond_the_embeddings_are_left_out(configure: Configure,
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
         ("student.parallelism.tp=2", "num_attention_heads=3 of LlamaForCausalLM cannot be cut into 2 equal parts"),
         ("teachers.0.parallelism.cp=2", "needs a GPU"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_before_a_process_starts(
-    override: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    override: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, ModelError)) as caught:
         preflight(compose("cluster.cpu_ranks=2", override))
-    assert str(caught.value).startswith(f"{override}: {says}")
+    assert str(caught.value).startswith(f"{override}: {message}")
 
 
 def test_a_head_in_fp32_is_refused_before_a_process_starts(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a teacher in bf16; the student, in fp32 on a CPU, has nothing that would be rounded."""
+    """Only for a teacher in bf16: the student is in fp32 on a CPU, so its head is not rounded."""
     monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["lm_head"])
 
     with pytest.raises(ModelError, match=r"teachers.1.model=.*write teachers.1.dtype=float32"):
@@ -465,7 +442,7 @@ def test_a_head_in_fp32_is_refused_before_a_process_starts(
     preflight(configure("teachers.0.dtype=float32", "teachers.1.dtype=float32"))
 
 
-# What is said of texts and teachers
+# Warnings about texts and teachers
 
 
 def write_texts(folder: Path, column: str, rows: list[object]) -> str:
@@ -480,7 +457,7 @@ def from_file(file: str, *more: str) -> list[str]:
 
 
 def test_a_teacher_of_another_tokenizer_reads_all_of_the_students_text(configure: Configure, tmp_path: Path) -> None:
-    """Its digits are tokens of their own; bug: cut at train.max_length of its tokens, half of the text had no KD."""
+    """Bug: the teacher's text ends at train.max_length of its own, shorter tokens, so half of the text has no KD."""
     file = write_texts(tmp_path, "text", ["123" * 80] * 4)
     plan = preflight(configure(*from_file(file, "train.max_length=32")))
     limited = "train.max_length=32", "teachers.0.max_length=32", "data.packing=false"
@@ -504,7 +481,7 @@ def test_a_teacher_of_another_tokenizer_reads_all_of_the_students_text(configure
 
 
 def test_a_teacher_is_bounded_by_its_positions(configure: Configure, tmp_path: Path) -> None:
-    """128 of the tiny models; the student reads more than it is made for, which is said of each model that does."""
+    """Bug: a teacher reads more than its 128 positions; or no warning about a model that reads more than it has."""
     file = write_texts(tmp_path, "text", [" ".join(str(123456 * i) for i in range(200))] * 2)
     plan = preflight(configure(*from_file(file, "train.max_length=160")))
     assert plan.survey.widths == (128, 160)
@@ -514,23 +491,23 @@ def test_a_teacher_is_bounded_by_its_positions(configure: Configure, tmp_path: P
     assert "has 128 positions" in limits[0]
 
 
-def test_a_batch_of_more_texts_than_there_are_is_said(configure: Configure, tmp_path: Path) -> None:
-    """Bug: a run whose batches are smaller than its settings say."""
+def test_a_batch_of_more_texts_than_there_are_is_a_warning(configure: Configure, tmp_path: Path) -> None:
+    """Bug: batches are smaller than the settings say, without a warning."""
     file = write_texts(tmp_path, "text", ["The fox sleeps."] * 3)
     (warning,) = preflight(configure(*from_file(file, "data.packing=false", "train.global_batch_size=8"))).warnings
     assert warning.startswith("train.global_batch_size=8: a step takes 8 texts, the data have 3")
 
 
-def test_teachers_that_are_the_student_are_said() -> None:
-    """Bug: a folder written twice trains for hours towards where it began."""
+def test_teachers_that_are_the_student_are_a_warning() -> None:
+    """Bug: a folder that is set twice trains the student for hours towards itself."""
     same = [f"{key}=folder" for key in ("student.model", "teachers.0.model", "teachers.1.model")]
     (warning,) = warn_of_student_as_teacher(compose(*same))
     assert "it is the model that the student starts from" in warning
     assert not list(warn_of_student_as_teacher(compose(*same[:2])))
 
 
-def test_texts_that_spell_special_tokens_are_said(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
-    """Bug: a rendered conversation, or HTML with <s>, was read as special tokens, and nobody said so."""
+def test_texts_that_spell_special_tokens_are_a_warning(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: a rendered conversation, or HTML with <s>, is read as special tokens without a warning."""
     eos = AutoTokenizer.from_pretrained(tiny.student).eos_token
     file = write_texts(tmp_path, "text", ["The fox sleeps.", f"The {eos} sleeps."] * 3)
     one_row = "train.global_batch_size=1"
@@ -541,14 +518,14 @@ def test_texts_that_spell_special_tokens_are_said(configure: Configure, tiny: Ti
     assert preflight(configure(*from_file(file, one_row, "data.special_tokens=text"))).warnings == ()
 
 
-def test_a_batch_of_more_rows_than_the_data_have_is_said(configure: Configure, tmp_path: Path) -> None:
-    """Bug: 100,000 rows a step of 300 texts passed the dry run without a word."""
+def test_a_batch_of_more_rows_than_the_data_have_is_a_warning(configure: Configure, tmp_path: Path) -> None:
+    """Bug: no warning about 100,000 rows per step of 300 texts."""
     (warning,) = preflight(configure(*from_file(write_texts(tmp_path, "text", ["The fox sleeps."])))).warnings
     assert "packed rows, the data have about 1, so each step takes them all" in warning
 
 
-def test_windows_that_are_too_long_for_a_teacher_are_surveyed(configure: Configure, tmp_path: Path) -> None:
-    """Bugs: steps that depend on a teacher's limit, coverage of windows as if it read all, no word about it."""
+def test_rows_that_are_too_long_for_a_teacher_are_surveyed(configure: Configure, tmp_path: Path) -> None:
+    """Bugs: steps that depend on a teacher's limit; coverage as if the teacher read all tokens; no warning."""
     file = write_texts(tmp_path, "text", [" ".join(str(123456 * i) for i in range(1, 40))] * 12)
     limited = "train.max_length=100", "teachers.0.max_length=20", "train.max_steps=2", "train.global_batch_size=2"
     plan = preflight(configure(*from_file(file, *limited)))
@@ -562,14 +539,14 @@ def test_windows_that_are_too_long_for_a_teacher_are_surveyed(configure: Configu
     ).data.steps(plan.config)
     (warning,) = (warning for warning in plan.warnings if warning.startswith("train.max_length"))
     limit = r"train\.max_length=100: teachers\.0\.max_length=20"
-    found = re.match(rf"{limit} ends after about (\d+) student tokens", warning)
-    assert found
-    assert int(found[1]) <= 20
+    match = re.match(rf"{limit} ends after about (\d+) student tokens", warning)
+    assert match
+    assert int(match[1]) <= 20
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
-def test_arms_of_a_comparison_read_the_same_texts(configure: Configure, tmp_path: Path, packing: str) -> None:
-    """Bug: teachers' lengths decided which texts fit a row, so runs with and without a teacher read other batches."""
+def test_runs_with_and_without_teachers_read_the_same_texts(configure: Configure, tmp_path: Path, packing: str) -> None:
+    """Bug: teachers' lengths decide which texts fit a row, so runs with and without a teacher cannot be compared."""
     file = write_texts(
         tmp_path, "text", [" ".join(str(123456 * i) for i in range(1, 2 + 7 * k % 40)) for k in range(40)]
     )
@@ -586,8 +563,8 @@ def test_arms_of_a_comparison_read_the_same_texts(configure: Configure, tmp_path
     assert read[0] == read[1]
 
 
-def test_a_table_of_positions_has_no_more(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
-    """Bug: such a student failed at its first long text."""
+def test_texts_longer_than_a_table_of_positions_are_refused(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: the student fails at its first long text."""
     config = GPT2Config(vocab_size=500, n_positions=40, n_embd=16, n_layer=1, n_head=2)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     AutoTokenizer.from_pretrained(tiny.student).save_pretrained(tmp_path / "gpt2")
@@ -616,8 +593,8 @@ def test_there_is_room_to_sample() -> None:
         ),
     ],
 )
-def test_lengths_with_other_rotary_factors_are_said(setting: str, rotary: RotaryLimit, expected: list[str]) -> None:
-    """Catches samples that begin with the factors of short texts, and texts whose factors depend on earlier ones."""
+def test_lengths_with_other_rotary_factors_are_warnings(setting: str, rotary: RotaryLimit, expected: list[str]) -> None:
+    """Catches samples that begin with the rotary factors of short texts, and factors that depend on earlier texts."""
     config = compose(setting, "rollout.max_new_tokens=100", config_name="on_policy_demo")
     student = replace(read_model_info(config.student, "student", "cpu"), rotary=rotary)
     teachers = [replace(student, rotary=None)] * len(config.active_teachers)
@@ -626,7 +603,7 @@ def test_lengths_with_other_rotary_factors_are_said(setting: str, rotary: Rotary
 
 
 def test_context_parallel_ranks_do_not_choose_different_rotary_factors() -> None:
-    """Catches ranks that read parts of one text with the factors of long and of short texts."""
+    """Catches ranks that read parts of the same text with different rotary factors."""
     config = compose("student.parallelism.cp=2", "train.max_length=64")
     info = read_model_info(config.student, "student", "cuda")
     teachers = [info] * len(config.active_teachers)
@@ -648,36 +625,36 @@ def conversations(tmp_path: Path, *roles: str) -> list[str]:
 
 
 def test_conversations_without_an_answer_are_refused(configure: Configure, tmp_path: Path) -> None:
-    """Bug: a whole run learned nothing."""
-    own = conversations(tmp_path, "system", "user")
+    """Bug: a run learns nothing."""
+    overrides = conversations(tmp_path, "system", "user")
     with pytest.raises(
         DataError, match=r"none of 4 conversations has an assistant message to learn \(roles: system, user"
     ):
-        preflight(configure(*own, f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"))
+        preflight(configure(*overrides, f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"))
 
 
 def test_texts_that_are_cut_before_their_answer_are_refused(configure: Configure, tmp_path: Path) -> None:
-    own = conversations(tmp_path, "user", "assistant")
+    overrides = conversations(tmp_path, "user", "assistant")
     template = f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"
     with pytest.raises(DataError, match=r"4 of 4 checked texts .* have no assistant turn .*longest has \d\d"):
-        preflight(configure(*own, template, "train.max_length=4"))
+        preflight(configure(*overrides, template, "train.max_length=4"))
 
 
-def test_the_header_says_which_length_holds_all_conversations(configure: Configure, tmp_path: Path) -> None:
-    """Bug: all conversations are cut, and no setting is named."""
-    own = [*conversations(tmp_path, "user", "assistant"), f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"]
-    cut = run_summary(preflight(configure(*own, "train.max_length=33"))).data
+def test_the_header_proposes_a_length_for_all_conversations(configure: Configure, tmp_path: Path) -> None:
+    """Bug: all conversations are truncated, and no setting is named."""
+    overrides = [*conversations(tmp_path, "user", "assistant"), f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"]
+    cut = run_summary(preflight(configure(*overrides, "train.max_length=33"))).data
     (longest,) = re.findall(r", 4 of 4 checked are cut at train.max_length=33; set (\d+) for all$", cut)
-    whole = run_summary(preflight(configure(*own, f"train.max_length={longest}"))).data
-    assert "are cut" not in whole
+    summary = run_summary(preflight(configure(*overrides, f"train.max_length={longest}"))).data
+    assert "are cut" not in summary
 
 
 def test_a_context_is_the_reason_why_earlier_turns_have_no_kd(configure: Configure, tmp_path: Path) -> None:
-    """Bug: `equal_history` and the tokenizers were blamed, with ways out that changed nothing."""
-    own = conversations(tmp_path, *("user", "assistant") * 2)
+    """Bug: the warning blames `equal_history` and the tokenizers, and its proposals change nothing."""
+    overrides = conversations(tmp_path, *("user", "assistant") * 2)
     templates = [f"teachers.{i}.chat_template={tmp_path / 'chat.jinja'}" for i in (0, 1)]
     contexts = [f"teachers.{i}.context.template='{{prompt}} Think.'" for i in (0, 1)]
-    plan = preflight(configure(*own, *templates, *contexts, "train.max_length=128"))
+    plan = preflight(configure(*overrides, *templates, *contexts, "train.max_length=128"))
     assert plan.survey.coverage == pytest.approx((0.5, 0.5), abs=0.1)
     for i, warning in enumerate(plan.warnings):
         assert f"teachers.{i}.context.template has it compare only the answer to the user's last message" in warning
@@ -687,17 +664,17 @@ def test_a_context_is_the_reason_why_earlier_turns_have_no_kd(configure: Configu
 def test_one_tokenizer_with_two_templates_is_cross_tokenizer(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its projection is the identity; with the student's template there is nothing to align."""
+    """Its projection is the identity. With the student's template, type=cross_tokenizer is refused."""
     monkeypatch.chdir(tmp_path)
-    own = [*conversations(tmp_path, "user", "assistant"), f"teachers.0.model={tiny.teacher_same}"]
+    overrides = [*conversations(tmp_path, "user", "assistant"), f"teachers.0.model={tiny.teacher_same}"]
 
     def configure(*more: str) -> RunConfig:
-        return compose(*tiny.overrides(*own, *more, teachers=1))
+        return compose(*tiny.overrides(*overrides, *more, teachers=1))
 
     with pytest.raises(ModelError, match="so there is nothing to align"):
-        preflight(configure(*own, f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"))
+        preflight(configure(*overrides, f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"))
     (tmp_path / "other.jinja").write_text(CHAT.replace("<|{{", "<|the {{").replace("<|assistant", "<|the assistant"))
-    plan = preflight(configure(*own, f"teachers.0.chat_template={tmp_path / 'other.jinja'}"))
+    plan = preflight(configure(*overrides, f"teachers.0.chat_template={tmp_path / 'other.jinja'}"))
     matrix, (coverage,) = plan.teachers[0].projection, plan.survey.coverage
     assert matrix is not None
     assert (matrix.indices[:, 0] == np.arange(len(matrix.indices))).mean() > 0.99
@@ -730,7 +707,7 @@ def test_either_side_may_have_further_tokens(configure: Configure, tiny: Tiny, t
 
 
 def test_tokens_of_ordinary_text_may_not_be_missing(configure: Configure, tmp_path: Path) -> None:
-    """A vocabulary that was trained on cuts texts in another way."""
+    """Bug: a teacher whose vocabulary splits texts differently counts as same-tokenizer."""
     smaller = train_tokenizer(r"\p{N}{1,3}| ?\p{L}+|\s+|[^\s\p{L}\p{N}]+", 300, "<|end|>")
     model = save_model(tmp_path / "smaller", smaller, width=24, seed=2)
     with pytest.raises(
@@ -739,21 +716,21 @@ def test_tokens_of_ordinary_text_may_not_be_missing(configure: Configure, tmp_pa
         preflight(configure(f"teachers.1.model={model}"))
 
 
-def test_a_teacher_that_ends_in_another_way_is_told(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
-    """A base student and an instruct teacher; of another tokenizer the ends are aligned by role."""
+def test_a_teacher_with_another_end_token_is_a_warning(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: no warning for a base student with an instruct teacher. Across tokenizers, roles align the end tokens."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.teacher_same)
-    other = tokenizer.convert_ids_to_tokens(5)
-    tokenizer.eos_token = other
+    end_token = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.eos_token = end_token
     tokenizer.save_pretrained(tmp_path / "instruct")
     warning, _ = preflight(configure(f"teachers.1.tokenizer={tmp_path / 'instruct'}")).warnings
     assert warning.startswith(
-        f"teachers.1 (same) ends its responses with {other}, but the student stops only at <|end|>"
+        f"teachers.1 (same) ends its responses with {end_token}, but the student stops only at <|end|>"
     )
     assert f"set student.tokenizer={tmp_path / 'instruct'}" in warning
 
 
-def test_validation_on_training_texts_is_told(configure: Configure, tmp_path: Path) -> None:
-    """Bug: no word, and a curve of what the student remembers."""
+def test_validation_on_training_texts_is_a_warning(configure: Configure, tmp_path: Path) -> None:
+    """Bug: the validation curve measures memorized texts, without a warning."""
     link = tmp_path / "held_out.arrow"
     (trained_on,) = resolve_files(configure().data.train.arrow_files, key="data.train.arrow_files")
     link.symlink_to(trained_on)
@@ -761,8 +738,8 @@ def test_validation_on_training_texts_is_told(configure: Configure, tmp_path: Pa
     assert warning.startswith(f"data.validation.arrow_files: {link} is also in data.train")
 
 
-def test_gpus_of_the_rollout_server_are_not_the_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a student that trains on the GPU that its server has nine tenths of."""
+def test_gpus_of_the_rollout_server_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the student trains on a GPU whose memory its server takes."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert resolve_ranks(Cluster(), "cuda", reserved=1) == 3

@@ -1,4 +1,4 @@
-"""Catches a push that loses a run, sends less than the folder or to a public place, or cannot be repeated later."""
+"""Catches a push that loses a run, omits files, makes a repository public, or cannot be repeated later."""
 
 import shlex
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ PUSH = f"++run.push_to_hub={{repo: {REPO}}}"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """The hub of this process, as HF_ENDPOINT makes one the hub of a new process."""
+    """A fake hub for this process; HF_ENDPOINT would only redirect a new one."""
     with fake_hub() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -42,11 +42,11 @@ def test_a_run_whose_push_fails_is_whole_and_its_command_pushes_later(
     with pytest.raises(HubError, match=rf"final was not pushed to {REPO} .*403.*the folder is complete") as failed:
         run_here(tmp_path / "run", tiny.overrides(PUSH, "train.max_steps=1", teachers=1))
     assert (tmp_path / "run" / "report" / "report.html").exists()
-    known = read_provenance(tmp_path / "run")
-    assert known is not None
-    assert [each.role for each in known.models] == ["student", "teacher cross"]
-    assert any("overlap" in line for line in known.teachers[0].audit)
-    assert known.command
+    provenance = read_provenance(tmp_path / "run")
+    assert provenance is not None
+    assert [entry.role for entry in provenance.models] == ["student", "teacher cross"]
+    assert any("overlap" in line for line in provenance.teachers[0].audit)
+    assert provenance.command
 
     hub.refuses = False
     _, command, _ = str(failed.value).split("`")
@@ -56,7 +56,7 @@ def test_a_run_whose_push_fails_is_whole_and_its_command_pushes_later(
     assert hub.is_private == {REPO: True}
     assert hub.tokens == {f"Bearer {TOKEN}"}
     final = tmp_path / "run" / "final"
-    assert hub.files == {each.name: each.read_bytes() for each in final.iterdir()}
+    assert hub.files == {entry.name: entry.read_bytes() for entry in final.iterdir()}
     assert "model.safetensors" in hub.files
     assert "distillation" in ModelCard(hub.files["README.md"].decode()).data.tags
 
@@ -77,7 +77,7 @@ def test_a_public_repository_is_asked_for(hub: FakeHub, tmp_path: Path) -> None:
         ("run/final", "me/-student", "write user/name"),
     ],
 )
-def test_what_cannot_be_pushed_is_one_clear_error(
+def test_a_folder_or_repository_that_cannot_be_pushed_is_one_clear_error(
     model: str, repo: str, message: str, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run" / "final").mkdir(parents=True)
@@ -88,8 +88,8 @@ def test_what_cannot_be_pushed_is_one_clear_error(
     assert not hub.is_private
 
 
-def test_it_is_known_before_the_run_that_nothing_can_be_pushed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a run of days ends with an error that was there at its start."""
+def test_a_push_that_cannot_work_is_refused_before_the_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a run of days ends with an error that could be seen at its start."""
     config = compose(*tiny.overrides(PUSH))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=rf"^run\.push_to_hub\.repo={REPO}: HF_HUB_OFFLINE"):
@@ -106,7 +106,7 @@ def test_it_is_known_before_the_run_that_nothing_can_be_pushed(tiny: Tiny, monke
         compose(*tiny.overrides(PUSH.replace("}", ", model: best}")))
 
 
-def test_a_hub_that_is_not_there_is_the_same_kind_of_error(
+def test_a_hub_that_cannot_be_reached_is_the_same_kind_of_error(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

@@ -37,9 +37,9 @@ def copies(
     config: RunConfig, situation: MemoryInputs, placement: Placement = PLACEMENT
 ) -> tuple[list[object], list[int]]:
     """Return the number of copies of each model in the settings, and in the layouts."""
-    settled, found = resolve_replicas(config, situation, placement)
+    settled, resolved = resolve_replicas(config, situation, placement)
     models = (settled.student, *settled.teachers)
-    setups = (found.student, *found.teachers)
+    setups = (resolved.student, *resolved.teachers)
     return [model.parallelism.replicas for model in models], [setup.layout.replicas for setup in setups]
 
 
@@ -89,7 +89,7 @@ def test_a_copy_is_on_one_node(situation: MemoryInputs) -> None:
     one = Placement.colocated(num_nodes=1, ranks_per_node=NODES * GPUS, num_teachers=2)
     assert copies(configure(), situation, one) == ([1, 1, 1], [1, 1, 1])
     uneven = Placement(PLACEMENT.student, (PLACEMENT.student[2:], PLACEMENT.student[4:]))
-    few, fewer = (replace(each, layout=Layout(n)) for each, n in zip(situation.teachers, (6, 4), strict=True))
+    few, fewer = (replace(setup, layout=Layout(n)) for setup, n in zip(situation.teachers, (6, 4), strict=True))
     assert copies(configure(), replace(situation, teachers=(few, fewer)), uneven) == ([2, 1, 1], [2, 1, 1])
     tensor = replace(situation, student=replace(situation.student, layout=Layout(1, tp=8)))
     assert copies(configure("student.parallelism.tp=8"), tensor) == ([1, 2, 2], [1, 2, 2])

@@ -22,7 +22,9 @@ def key(model: str) -> str:
 
 
 def configure(*overrides: str) -> RunConfig:
-    return compose("train.global_batch_size=16", "train.micro_batch_size=1", *(f"+{each}" for each in overrides))
+    return compose(
+        "train.global_batch_size=16", "train.micro_batch_size=1", *(f"+{override}" for override in overrides)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def on(situation: MemoryInputs, device_bytes: float) -> MemoryInputs:
     return replace(situation, machine=replace(situation.machine, device_bytes=int(device_bytes)))
 
 
-def kept(config: RunConfig, situation: MemoryInputs) -> list[str]:
+def gathered(config: RunConfig, situation: MemoryInputs) -> list[str]:
     """Return the models whose weights stay gathered, and the gradients' setting if they are reduced once a step."""
     settled, _ = settle_memory(config, situation)
     models = dict(zip(GATHERED, (*settled.teachers, settled.student), strict=True))
@@ -54,7 +56,7 @@ def test_as_much_is_kept_as_fits_easily(situation: MemoryInputs) -> None:
     weights = [f"{key(model)}=false" for model in GATHERED]
     for overrides, expected in (((*weights, f"{ONCE}=false"), [*GATHERED, ONCE]), (weights, GATHERED)):
         peak = estimate(configure(*overrides), situation).memories[0].peak
-        assert kept(configure(), on(situation, SLACK * peak / USABLE + 1)) == expected
+        assert gathered(configure(), on(situation, SLACK * peak / USABLE + 1)) == expected
 
 
 def test_nothing_is_kept_without_room(situation: MemoryInputs) -> None:
@@ -62,25 +64,25 @@ def test_nothing_is_kept_without_room(situation: MemoryInputs) -> None:
     peak = estimate(configure(), situation).memories[0].peak
     tight = on(situation, peak / USABLE + 1)
     assert estimate(configure(), tight).fits()
-    assert kept(configure(), tight) == []
+    assert gathered(configure(), tight) == []
 
 
 def test_a_model_whose_weights_fill_a_quarter_of_a_gpu_does_not_hinder_the_others(situation: MemoryInputs) -> None:
     """Bug: a small student is gathered again for every microbatch because of a large teacher."""
     size = model_size(LlamaConfig(vocab_size=1000, hidden_size=4096, intermediate_size=16384, num_hidden_layers=24))
     large = replace(situation, teachers=(replace(situation.teachers[0], size=size), situation.teachers[1]))
-    whole = 4 * size.parameters  # fp32 by the demo's settings
-    assert kept(configure(), on(large, 4 * whole - 4)) == ["teachers.1", "student", ONCE]
-    assert kept(configure(), on(large, 4 * whole + 4)) == [*GATHERED, ONCE]
+    weights = 4 * size.parameters  # fp32 by the demo's settings
+    assert gathered(configure(), on(large, 4 * weights - 4)) == ["teachers.1", "student", ONCE]
+    assert gathered(configure(), on(large, 4 * weights + 4)) == [*GATHERED, ONCE]
 
 
 @pytest.mark.parametrize("machine", [Machine("cpu", None, 80 * GIB, 1), Machine("cuda", None, None, 4)])
 def test_nothing_is_kept_on_a_cpu_or_in_an_unknown_memory(situation: MemoryInputs, machine: Machine) -> None:
-    assert kept(configure(), replace(situation, machine=machine)) == []
+    assert gathered(configure(), replace(situation, machine=machine)) == []
 
 
 def test_settings_are_not_overruled(situation: MemoryInputs) -> None:
     """Nor is what leaves the device after each use kept on it."""
-    assert kept(configure(), situation) == [*GATHERED, ONCE]
-    assert kept(configure("teachers.0.offload=true", f"{key('teachers.1')}=true"), situation) == ["student", ONCE]
-    assert kept(configure(f"{ONCE}=true"), situation) == GATHERED
+    assert gathered(configure(), situation) == [*GATHERED, ONCE]
+    assert gathered(configure("teachers.0.offload=true", f"{key('teachers.1')}=true"), situation) == ["student", ONCE]
+    assert gathered(configure(f"{ONCE}=true"), situation) == GATHERED

@@ -1,8 +1,8 @@
-"""A run that is ended in any manner gives the results of one that is left alone, to the last bit.
+"""A run that ends early and is resumed equals an uninterrupted run to the last bit.
 
-One run in parts, from a copy of the reference run as it was some steps before its end: it is interrupted, then finished
-without Ray. Each part has the reference's config.yaml but for what may change between parts: where its teachers are,
-too. On devices of their own they are a batch ahead. A driver that is killed: cluster/ray/test_signals.
+The run starts from a copy of the reference run some steps before its end, is interrupted, then finished without Ray.
+Each part has the reference's config.yaml with other values for settings that may change, such as teachers on separate
+devices, which work a batch ahead. A killed driver: cluster/ray/test_signals.
 """
 
 import os
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.ray
 SAVED = STEPS - SAVE_EVERY
 """Step of the last checkpoint before the end."""
 UNDER_WAY = SAVED + 5
-"""Step in which the signal comes."""
+"""Step that gets the signal."""
 AHEAD = ("cluster.placement=separate", "cluster.teacher_ranks=[1,1]")
-"""Teachers read the next batch while the student trains, in the same microbatches as where they take turns."""
+"""Teachers read the next batch while the student trains, in the same microbatches as colocated ones."""
 SEPARATE = ("cluster.placement=separate", "cluster.teacher_ranks=[2,1]")
-"""One teacher cuts a batch in two where the student has it whole, the other one does not."""
+"""The first teacher divides a batch over two ranks, the second and the student do not."""
 WITHOUT_LOADER_WORKERS = "data.num_workers=0"
-"""A process less to start; the order of the data does not depend on them."""
+"""One process fewer to start; the order of the data does not depend on workers."""
 METRICS = "metrics.jsonl"
 
 
@@ -52,7 +52,7 @@ class Finished(NamedTuple):
 
 
 def copied(reference: Run, folder: Path) -> Path:
-    """The reference run's directory, without what its end added."""
+    """Copy the reference run's directory without its final model."""
     shutil.copytree(reference.output_dir, folder)
     shutil.rmtree(folder / "final")
     return folder
@@ -66,7 +66,7 @@ def without_last_checkpoint(reference: Run, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def damaged(reference: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose newest checkpoint has a flipped bit, in the student's weights or their moments, and another began."""
+    """A run with a flipped bit in its newest checkpoint's largest shard, and with the start of another checkpoint."""
     folder = copied(reference, tmp_path_factory.mktemp("resume") / "run")
     shard = max((folder / "checkpoints" / f"step_{STEPS:06d}" / "state").glob("*.distcp"), key=os.path.getsize)
     content = bytearray(shard.read_bytes())
@@ -80,12 +80,12 @@ def damaged(reference: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def interrupted(reference: Run, damaged: Path) -> Run:
-    """As by timeout(1), in the middle of a step, with another batch under way; each half of one is slow until then."""
+    """A run that is interrupted as by timeout(1), in the middle of a step, while teachers read the next batch."""
     run = resumed(reference, damaged, *AHEAD, script=FAULTY, arguments=["all_slow", str(UNDER_WAY - SAVED)])
     run.wait_for_hang()
     workers = run.workers()
     assert len(workers) == 3
-    assert {os.getpriority(os.PRIO_PROCESS, each.pid) for each in workers} == {os.getpriority(os.PRIO_PROCESS, 0)}
+    assert {os.getpriority(os.PRIO_PROCESS, worker.pid) for worker in workers} == {os.getpriority(os.PRIO_PROCESS, 0)}
     run.process.terminate()
     os.killpg(run.process.pid, signal.SIGTERM)
     run.release()
@@ -112,12 +112,12 @@ def finished(reference: Run, interrupted: Run) -> Finished:
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(interrupted: Run) -> None:
-    """Bug: the run continues from weights that it never had. The tests below compare all that comes of it."""
+    """Bug: the run continues from corrupt weights. The tests below compare its results."""
     name = f"step_{STEPS:06d}"
-    told = " ".join(interrupted.output.replace("│", " ").split())
-    assert re.search(rf"warning: \S*{name} is damaged: state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256", told)
-    assert f"checkpoints/step_{SAVED:06d} instead, and renames this one damaged_{name}" in told
-    assert f"continued after step {SAVED}" in told
+    output = " ".join(interrupted.output.replace("│", " ").split())
+    assert re.search(rf"warning: \S*{name} is damaged: state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256", output)
+    assert f"checkpoints/step_{SAVED:06d} instead, and renames this one damaged_{name}" in output
+    assert f"continued after step {SAVED}" in output
     assert f"damaged_{name}" in interrupted.checkpoints
     assert f".incomplete_step_{STEPS + 1:06d}" not in interrupted.checkpoints
 
@@ -131,9 +131,9 @@ def test_a_signal_to_the_group_ends_a_run_after_its_step_with_a_checkpoint(inter
 
 
 def test_teachers_work_while_the_student_trains(interrupted: Run) -> None:
-    """What they take and nobody waits for is as long as the student sleeps, however busy the machine is.
+    """Bug: teachers wait for the student. The time that they hide is SLOW_S, in which the student sleeps.
 
-    A quarter of that is asked for, and only of most steps: they may begin late.
+    On a busy machine they may start late, so the median of the steps has to hide a quarter of it.
     """
     records = interrupted.metrics[SAVED + 3 : UNDER_WAY + 1]
     hidden = sorted(SLOW_S + record["perf/teacher_s"] - record["perf/teacher_wait_s"] for record in records)
@@ -148,14 +148,15 @@ def test_only_the_wait_for_teachers_is_time_of_a_step(interrupted: Run) -> None:
 
 
 def test_steps_after_the_checkpoint_are_done_again(finished: Finished) -> None:
-    """Bug: a resumed run that appends to what the ended one had written after its checkpoint."""
+    """Bug: a resumed run appends to records that the first run wrote after its checkpoint."""
     assert [record["step"] for record in read(finished.output_dir / METRICS)] == list(range(STEPS + 1))
 
 
 def test_metrics_equal_those_of_the_uninterrupted_run(reference: Run, finished: Finished) -> None:
-    """Bugs: data order that starts anew, optimizer or schedule or moving averages that are lost, weights in bf16; and
-    ahead of the student a batch read twice or skipped where the run was stopped, buffers that are overwritten while
-    they are read, rows of another rank, a validation that disturbs the batch under way."""
+    """Bugs: data order that starts anew; optimizer, schedule or moving averages that are lost; weights in bf16. With
+    teachers ahead: a batch read twice or skipped at the interruption, buffers overwritten while they are read, rows of
+    another rank, a validation that disturbs the batch ahead.
+    """
     for expected, actual in zip(reference.metrics, read(finished.output_dir / METRICS), strict=True):
         names = [name for name in expected if not name.startswith("perf/")]
         assert {name: actual.get(name) for name in names} == {name: expected[name] for name in names}, expected["step"]
@@ -168,7 +169,7 @@ def test_weights_equal_those_of_the_uninterrupted_run(reference: Run, finished: 
 
 
 def test_closing_table_remembers_the_start(reference: Run, finished: Finished) -> None:
-    """Bug: a resumed run that measures the half-trained student as `before`, or not at all."""
+    """Bug: a resumed run measures the half-trained student as `before`, or omits the row."""
     for name in ("student before", "teacher cross"):
         expected, actual = (
             next(line for line in run.output.splitlines() if name in line) for run in (reference, finished)
@@ -184,9 +185,9 @@ def test_finished_run_keeps_the_newest_checkpoints(finished: Finished) -> None:
 
 @pytest.mark.nightly
 def test_a_teacher_that_dies_is_named(reference: Run, tmp_path: Path) -> None:
-    """By SIGKILL too, in a forward pass, while its other rank is in a collective and the student trains.
+    """The rank dies by SIGKILL in a forward pass, while a second rank is in a collective and the student trains.
 
-    Of ranks without models: cluster/ray/shared/test_faults.
+    Ranks without models: cluster/ray/shared/test_faults.
     """
     folder = without_last_checkpoint(reference, tmp_path / "run")
     script = Path(dying_teacher.__file__)
@@ -204,7 +205,7 @@ def test_a_teacher_that_dies_is_named(reference: Run, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_signal_to_all_processes_ends_the_run_soon(reference: Run, tmp_path: Path) -> None:
-    """As in cluster/ray/test_signals, where ranks have no models."""
+    """Ranks without models: cluster/ray/test_signals."""
     folder = without_last_checkpoint(reference, tmp_path / "run")
     run = resumed(reference, folder, WITHOUT_LOADER_WORKERS, script=FAULTY, arguments=["student_hangs", "3"])
     run.wait_for_hang()

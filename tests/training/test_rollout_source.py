@@ -1,4 +1,4 @@
-"""Batches that the student samples: which prompts, whose weights, and what a row carries."""
+"""Batches that the student samples: their prompts, the version of the weights, and the contents of a row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ SERVER = {"type": "server", "n": N, "max_new_tokens": 16}
 
 @dataclass
 class FakeEngine:
-    """Notes which version each batch was sampled with."""
+    """An engine that records the versions that it follows."""
 
     version: int = 0
     retried: int = 0
@@ -97,7 +97,7 @@ def test_an_epoch_has_each_prompt_n_times() -> None:
     assert source.epoch == 1
 
 
-def test_rows_carry_what_the_engine_said() -> None:
+def test_rows_carry_the_engines_log_probabilities() -> None:
     batch = source_of(FakeEngine()).next()
 
     assert batch.sampled is not None
@@ -109,7 +109,7 @@ def test_rows_carry_what_the_engine_said() -> None:
 
 
 def test_the_engine_follows_every_step() -> None:
-    """It rests while teachers and student compute. Bug: a server that keeps the GPU that they need."""
+    """Bug: a server that does not rest keeps the GPU that teachers and student need."""
     engine = FakeEngine()
     source = source_of(engine)
     versions = []
@@ -126,28 +126,28 @@ def test_the_engine_follows_every_step() -> None:
 @pytest.mark.parametrize(("staleness", "versions"), [(1, [0, 0, 2, 2, 4]), (2, [0, 0, 0, 3, 3])])
 def test_weights_are_as_old_as_allowed(staleness: int, versions: list[int]) -> None:
     source = source_of(FakeEngine(), rollout={"staleness": staleness})
-    found = []
+    sampled = []
     for _ in range(5):
         source.next()
-        found.append(source.take().version)
+        sampled.append(source.take().version)
 
-    assert found == versions
+    assert sampled == versions
 
 
 def test_ahead_by_one_the_weights_are_one_step_old() -> None:
     engine = FakeEngine()
     with source_of(engine, total_steps=4, rollout={"staleness": 1, "overlap": True}) as source:
-        found = []
+        versions = []
         for _ in range(4):
             source.next()
-            found.append(source.take().version)
-        assert source._ahead is None  # nothing is sampled behind the last step
+            versions.append(source.take().version)
+        assert source._ahead is None, "nothing is sampled after the last step"
 
-    assert found == [0, 0, 1, 2]
+    assert versions == [0, 0, 1, 2]
 
 
 def test_a_checkpoint_is_a_fresh_start_for_the_engine() -> None:
-    """Catches a run that goes on with other weights than the one that continues from its checkpoint."""
+    """Catches an uninterrupted run that samples with other weights than a run resumed from the checkpoint."""
     engine = FakeEngine()
     with source_of(engine, rollout={"staleness": 1, "overlap": True}) as source:
         for _ in range(3):
@@ -165,7 +165,7 @@ def test_a_checkpoint_is_a_fresh_start_for_the_engine() -> None:
         assert source.take().version == 3
 
 
-def test_what_goes_wrong_ahead_is_raised_by_the_next_batch() -> None:
+def test_an_error_while_sampling_ahead_is_raised_by_the_next_batch() -> None:
     def reward(rollout: Rollout) -> float:
         raise RolloutError("no number")
 
@@ -205,7 +205,7 @@ def test_rewards_become_advantages_and_weights() -> None:
     torch.testing.assert_close(weights, expected.repeat(4))
 
 
-def test_a_place_of_other_prompts_is_refused() -> None:
+def test_a_state_of_other_prompts_is_refused() -> None:
     source = source_of(FakeEngine())
     with pytest.raises(CheckpointError, match="num_documents=10"):
         RolloutSource(config_of(), order_of(config_of(), 11), 1).load_state_dict(source.state_dict())

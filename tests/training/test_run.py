@@ -1,4 +1,4 @@
-"""A run that ends well: its directory, and nothing left of it anywhere else."""
+"""A run that ends well: the contents of its directory, and no leftovers elsewhere."""
 
 import re
 import shutil
@@ -24,7 +24,10 @@ TRAIN_KEYS = {
     *(f"train/{name}" for name in ("loss", "kd", "ce", "kd/cross", "kd/same", "kd_scale", "grad_norm", "lr")),
     "train/student_tokens",
     *(f"perf/{name}" for name in ("tokens_per_s", "step_s", "teacher_s/cross", "teacher_s/same", "peak_memory_gb")),
-    *(f"perf/{name}" for name in ("tflops_per_s", *(f"useful_positions{of}" for of in ("", "/cross", "/same")))),
+    *(
+        f"perf/{name}"
+        for name in ("tflops_per_s", "useful_positions", "useful_positions/cross", "useful_positions/same")
+    ),
 }
 TIMES = ["perf/data_wait_s", "perf/teacher_s", *STUDENT_TIMES, "perf/other_s"]
 VAL_KEYS = {"step", "val/loss", "val/kd", "val/ce", "val/bits_per_byte"}
@@ -33,7 +36,7 @@ VAL_KEYS = {"step", "val/loss", "val/kd", "val/ce", "val/bits_per_byte"}
 def test_nothing_is_left(reference: Run) -> None:
     assert reference.leftovers() == []
     commands = " ".join(reference.seen.values())
-    assert all(name in commands for name in ("raylet", "gcs_server", "RankActor", "spawn_main")), "all were seen alive"
+    assert all(name in commands for name in ("raylet", "gcs_server", "RankActor", "spawn_main")), "each kind was seen"
     assert reference.ray_folders
 
 
@@ -48,11 +51,11 @@ def test_metrics_have_a_record_for_every_step(reference: Run) -> None:
 
 
 def test_metrics_agree_with_each_other(reference: Run) -> None:
-    """The reference's weights: 0.5 for either teacher, kd_weight = ce_weight = 1, dynamic scaling by 0.99."""
+    """Teacher weights are 0.5, kd_weight = ce_weight = 1, and dynamic scaling decays by 0.99."""
     ce_average = kd_average = 0.0
     for record in reference.metrics[1:]:
         kd = record["train/kd"]
-        # Weighted before its sum, which is fp32.
+        # The sum is fp32, and weights are applied before it.
         cross = record["train/kd/cross"] * record["train/kd_positions/cross"]
         assert kd == pytest.approx(0.5 * cross + 0.5 * record["train/kd/same"], rel=1e-6)
         assert record["train/kd_scale"] == pytest.approx(ce_average / kd_average if kd_average else 1.0, rel=1e-12)
@@ -65,28 +68,28 @@ def test_metrics_agree_with_each_other(reference: Run) -> None:
 
 
 def test_the_parts_of_a_step_add_up_to_it(reference: Run) -> None:
-    """Bugs: a phase that is timed twice or not at all, a student's work that is told as time of its teachers."""
+    """Bugs: a phase that is timed twice or not at all; the student's work timed as the teachers'."""
     steps = reference.metrics[1:]
     for record in steps:
         assert sum(record[name] for name in TIMES) == pytest.approx(record["perf/step_s"], rel=1e-9)
         assert all(record[name] > 0 for name in STUDENT_TIMES)
-    # Not of every step: the driver may be interrupted between the two times that it waits.
+    # Not in every step: the driver may be interrupted between its two waits.
     slowest = [max(record["perf/teacher_s/cross"], record["perf/teacher_s/same"]) for record in steps]
     covers = [record["perf/teacher_s"] > seconds for record, seconds in zip(steps, slowest, strict=True)]
     assert sum(covers) > 0.8 * STEPS
 
 
 def test_no_step_waits_for_its_data(reference: Run) -> None:
-    """The first steps may find workers that are still starting."""
+    """Bug: the driver waits for rows in every step. In the first steps, loader workers may still be starting."""
     waits = sorted(record["perf/data_wait_s"] / record["perf/step_s"] for record in reference.metrics[5:])
     assert waits[len(waits) // 2] < 0.1
 
 
 def test_student_learns(reference: Run) -> None:
-    """Raw terms: `val/loss` also moves with the scale of KD."""
-    before, after = reference.metrics[0], reference.metrics[-1]
+    """Compares raw terms: `val/loss` also changes with the scale of KD."""
+    first, last = reference.metrics[0], reference.metrics[-1]
     for name in ("val/ce", "val/kd", "val/bits_per_byte"):
-        assert after[name] < before[name], name
+        assert last[name] < first[name], name
 
 
 def test_newest_checkpoints_are_kept(reference: Run) -> None:
@@ -109,7 +112,7 @@ def test_checkpoint_and_final_load_with_transformers(reference: Run, tiny: Tiny)
 
 
 def test_config_is_resolved(reference: Run) -> None:
-    """That it repeats the run is what test_resume relies on."""
+    """Test_resume checks that config.yaml repeats the run."""
     config = from_yaml(reference.output_dir / "config.yaml")
     assert config.train.max_steps == STEPS
     assert config.run.output_dir == reference.output_dir

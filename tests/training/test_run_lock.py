@@ -1,4 +1,4 @@
-"""Two runs in one directory would remove each other's checkpoints and both end as if all were well."""
+"""Two runs in one directory: the second is refused, since each would remove the other's checkpoints."""
 
 import os
 import socket
@@ -34,12 +34,12 @@ def held_by_another(folder: Path) -> "subprocess.Popen[str]":
 
 def test_a_second_run_is_refused_with_the_pid_and_host_of_the_first_until_that_one_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    other = held_by_another(folder)
-    by = rf"in use by process {other.pid} on host {socket.gethostname()}, since \d{{4}}-"
+    holder = held_by_another(folder)
+    by = rf"in use by process {holder.pid} on host {socket.gethostname()}, since \d{{4}}-"
     with pytest.raises(ConfigError, match=by):
         RunLock(folder)
-    other.kill()
-    other.communicate()
+    holder.kill()
+    holder.communicate()
     with RunLock(folder) as lock:
         assert lock.path.read_text().startswith(f"process {os.getpid()} on host ")
     assert list(folder.iterdir()) == []
@@ -48,7 +48,7 @@ def test_a_second_run_is_refused_with_the_pid_and_host_of_the_first_until_that_o
 def test_a_file_that_was_removed_by_its_leaving_holder_is_not_what_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a second look two runs would hold locks on two files of one name."""
+    """Bug: two runs hold locks on two files with the same name."""
     (tmp_path / LOCK_NAME).touch()
     is_there, looks = RunLock._is_there, []
 

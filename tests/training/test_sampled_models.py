@@ -1,4 +1,4 @@
-"""Each teacher is asked in its own tokens and by its own chat template; one that cannot be is refused."""
+"""Evaluation questions for teachers, in each teacher's tokens and chat template, and the scores of all models."""
 
 import json
 from collections.abc import Callable
@@ -21,12 +21,12 @@ QUESTION = "How many lazy dogs?"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}{{ 'assistant:' }}"
 LEVEL = {"": 0.95, "s": 0.95}.__getitem__
 """Confidence level of the intervals of a set."""
-OTHER = TEMPLATE.replace("{{ m.role }}", "[{{ m.role }}]")
+TEACHER_TEMPLATE = TEMPLATE.replace("{{ m.role }}", "[{{ m.role }}]")
 
 
 @dataclass
 class Asking:
-    """A run on one question, with the tiny models."""
+    """A run of the tiny models with one question."""
 
     tiny: Tiny
     folder: Path
@@ -56,7 +56,7 @@ class Asking:
 
     @property
     def template(self) -> Path:
-        """The teacher's."""
+        """The teacher's template file."""
         return self.folder / "teacher.jinja"
 
     @property
@@ -70,15 +70,15 @@ def asking(tiny: Tiny, tmp_path: Path) -> Asking:
 
 
 def test_a_teacher_is_asked_by_its_own_tokenizer_and_template(asking: Asking) -> None:
-    asking.template.write_text(OTHER)
+    asking.template.write_text(TEACHER_TEMPLATE)
     loaded = asking.questions(asking.templated, "++teachers.0.max_length=70", cross=True)
-    (asked,) = loaded.teachers
+    (teacher,) = loaded.teachers
     tokenizer = AutoTokenizer.from_pretrained(asking.tiny.teacher_cross)
     text = f"[user]: {QUESTION}</s>assistant:"
 
-    assert asked.renderer.prompt_ids(loaded.prompts[0]).tolist() == tokenizer(text)["input_ids"]
-    assert asked.end_ids == {tokenizer.eos_token_id}
-    assert asked.max_length == 70
+    assert teacher.renderer.prompt_ids(loaded.prompts[0]).tolist() == tokenizer(text)["input_ids"]
+    assert teacher.end_ids == {tokenizer.eos_token_id}
+    assert teacher.max_length == 70
 
 
 def refusal(kind: type[OPDError], questions: Callable[[], LoadedSet]) -> str:
@@ -96,8 +96,8 @@ def test_a_teacher_without_a_chat_template_is_refused_where_it_is_asked(asking: 
 
 
 def test_a_question_without_room_for_the_teachers_answer_is_refused(asking: Asking) -> None:
-    """The student's own rendering of it is short."""
-    asking.template.write_text("{{ 'Think of a fox. ' * 64 }}" + OTHER)
+    """Bug: only the student's rendering of the question, which is short, is checked."""
+    asking.template.write_text("{{ 'Think of a fox. ' * 64 }}" + TEACHER_TEMPLATE)
     message = refusal(DataError, lambda: asking.questions(asking.templated))
 
     assert message.startswith(
@@ -108,18 +108,22 @@ def test_a_question_without_room_for_the_teachers_answer_is_refused(asking: Aski
 
 
 def record(step: int, **means: float) -> dict[str, float]:
-    """Of an evaluation; the keyword is the model."""
+    """Return the metrics of an evaluation from each model's mean."""
     values = {"step": float(step), "eval/response_length": 3.0}
     for model, mean in means.items():
-        of = "" if model == "student" else f"/{model}"
-        values |= {f"eval/greedy{of}": mean, f"eval/greedy_low{of}": mean - 0.1, f"eval/greedy_high{of}": mean + 0.1}
+        ending = "" if model == "student" else f"/{model}"
+        values |= {
+            f"eval/greedy{ending}": mean,
+            f"eval/greedy_low{ending}": mean - 0.1,
+            f"eval/greedy_high{ending}": mean + 0.1,
+        }
     return values
 
 
 def test_scores_are_of_the_student_before_and_after_and_of_each_teacher() -> None:
-    """Bug: a teacher whose name ends as a bound does is taken for another teacher's bound, or for a measure."""
-    asked = [record(0, student=0.2, a=0.5, a_low=0.7), record(9, student=0.4)]
-    (row,) = scores(asked, ["a", "a_low", "not asked"], [], LEVEL)
+    """Bug: the score of a teacher named `a_low` is used as teacher a's lower bound, or as a measure."""
+    records = [record(0, student=0.2, a=0.5, a_low=0.7), record(9, student=0.4)]
+    (row,) = scores(records, ["a", "a_low", "not asked"], [], LEVEL)
 
     assert row.measure == "greedy"
     assert row.by_model == {
@@ -137,14 +141,14 @@ def test_a_run_that_asked_once_has_no_before() -> None:
     assert list(row.by_model) == ["student after", "teacher a", "teacher a_low"]
 
 
-def test_what_is_better_lower_has_gained_where_it_fell() -> None:
-    """Bug: +0.2 where the error has grown by 0.2."""
+def test_a_lower_error_is_a_gain() -> None:
+    """Bug: an error that grew is reported as a gain."""
     ends = ("", "_low", "_high")
-    asked = [{"step": step} | {f"eval/s/brier_score{end}": step for end in ends} for step in (0, 1)]
+    records = [{"step": step} | {f"eval/s/brier_score{end}": step for end in ends} for step in (0, 1)]
     values = [
         QuestionValues(step, "s", None, tuple("ab"), {"brier_score": (step, 0.5)}, ("brier_score",)) for step in (0, 1)
     ]
-    (row,) = scores(asked, [], values, LEVEL)
+    (row,) = scores(records, [], values, LEVEL)
 
     assert not row.is_share
     gained = row.differences["student before"]
@@ -152,12 +156,12 @@ def test_what_is_better_lower_has_gained_where_it_fell() -> None:
     assert gained.low < gained.high
 
 
-def test_what_was_gained_is_over_the_questions_that_both_were_asked() -> None:
-    """Bug: values that are compared by their place, of another set, or of an evaluation in between."""
-    asked = [
+def test_gains_are_over_the_questions_that_both_models_answered() -> None:
+    """Bug: values compared by position, from another set, or from an evaluation in between."""
+    records = [
         {"step": step, "eval/s/greedy": 0.5, "eval/s/greedy_low": 0.2, "eval/s/greedy_high": 0.8} for step in (0, 9)
     ]
-    asked[0] |= {f"eval/s/greedy{end}/big": 0.9 for end in ("", "_low", "_high")}
+    records[0] |= {f"eval/s/greedy{end}/big": 0.9 for end in ("", "_low", "_high")}
     values = [
         QuestionValues(0, "s", None, tuple("0123"), {"greedy": (0.0, 0.0, 1.0, 1.0)}),
         QuestionValues(0, "s", "big", tuple("0123"), {"greedy": (1.0, 1.0, 1.0, 1.0)}),
@@ -165,7 +169,7 @@ def test_what_was_gained_is_over_the_questions_that_both_were_asked() -> None:
         QuestionValues(9, "other", None, tuple("0123"), {"greedy": (0.0, 0.0, 0.0, 0.0)}),
         QuestionValues(9, "s", None, tuple("321"), {"greedy": (1.0, 1.0, 1.0)}),
     ]
-    (row,) = scores(asked, ["big"], values, LEVEL)
+    (row,) = scores(records, ["big"], values, LEVEL)
 
     assert row.measure == "s/greedy"
     assert {model: round(gained.value, 6) for model, gained in row.differences.items()} == {

@@ -1,4 +1,4 @@
-"""Whole runs whose settings are a few lines: strings for models, files and sections."""
+"""Runs with a few lines of settings: strings for models, files and sections."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ CHATS = [
 
 @pytest.fixture
 def folder(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with models that have chat templates, which is the working directory."""
+    """The working directory, with models that have chat templates."""
     for name, template in (("student", STUDENT), ("teacher_same", STUDENT), ("teacher_cross", TEACHER)):
         shutil.copytree(getattr(tiny, name), tmp_path / name)
         (tmp_path / name / "chat_template.jinja").write_text(template)
@@ -67,18 +67,18 @@ def write_records(records: list[dict[str, object]]) -> None:
 
 @pytest.mark.world
 def test_a_few_lines_are_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Settings that are found out are not the run's, are not shown, or a resumed run finds out others."""
-    found_out = ["messages (messages_key)", "cross_tokenizer", "same_tokenizer"]
+    """Bug: inferred settings are not used, not printed, or inferred differently by a resumed run."""
+    inferred = ["messages (messages_key)", "cross_tokenizer", "same_tokenizer"]
     write_records(CHATS)
     Path("mine.yaml").write_text(SHORT)
     with nothing_is_created(folder):
         assert exit_status("distil", "mine.yaml", "run.dry_run=true") == 0
     output = capsys.readouterr().out
-    assert [output.count(text) for text in found_out] == [1, 1, 1]
+    assert [output.count(text) for text in inferred] == [1, 1, 1]
 
     assert exit_status("distil", "mine.yaml", "run.output_dir=run", "train.max_steps=2") == 0
     output = capsys.readouterr().out
-    assert [output.count(text) for text in found_out] == [1, 1, 1]
+    assert [output.count(text) for text in inferred] == [1, 1, 1]
     assert exit_status("distil", "mine.yaml", "run.output_dir=run", "run.resume=auto") == 0
     assert [record["step"] for record in read(Path("run/metrics.jsonl"))] == [1, 2, 3, 4]
     assert Path("run/final/model.safetensors").is_file()
@@ -91,7 +91,7 @@ def test_a_few_lines_are_a_run(folder: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.world
 def test_a_few_lines_are_an_on_policy_run(folder: Path) -> None:
-    """The defaults do not suit a student that samples, or a resumed run finds out other settings."""
+    """Bug: defaults that do not suit a student that samples, or a resumed run that infers other settings."""
     write_records(TEXTS)
     Path("mine.yaml").write_text(ON_POLICY)
     short = ["mine.yaml", "rollout.max_new_tokens=8"]
@@ -103,7 +103,7 @@ def test_a_few_lines_are_an_on_policy_run(folder: Path) -> None:
 
 
 def test_a_teacher_without_a_template_reads_the_students_conversations(folder: Path) -> None:
-    """Bug: `student.chat_template=plain`, as the message says, makes another tokenizer of the teacher's."""
+    """Bug: the template that the error message proposes makes the teacher a cross-tokenizer teacher."""
     (folder / "teacher_same" / "chat_template.jinja").unlink()
     Path("mine.yaml").write_text(SHORT.replace("teacher_same]", "{model: teacher_same, chat_template: null}]"))
 
@@ -117,7 +117,7 @@ def test_a_teacher_without_a_template_reads_the_students_conversations(folder: P
 
 
 def test_the_long_form_is_the_same_run(folder: Path) -> None:
-    """A setting has another value in the short form, so that results of the two forms differ."""
+    """Bug: a setting has another value in the short form, so results of the two forms differ."""
     write_records(TEXTS)
 
     def resolved(text: str) -> RunConfig:

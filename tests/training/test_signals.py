@@ -1,4 +1,4 @@
-"""Runs that fail or hang end with one clear last line, a status that is not 0, and nothing left."""
+"""Runs that fail or hang end with one clear last line, a non-zero status, and no leftovers."""
 
 import os
 import queue
@@ -24,22 +24,20 @@ from tests.waiting import ENOUGH_S, wait_until
 
 BAD_STEP = 3
 WITHOUT_VALIDATION = ("data.validation.arrow_files=[]", "data.validation.max_samples=null")
-
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture
 def heeds_hangups() -> Iterator[None]:
-    """Also where the tests themselves run under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Restore the default handler of SIGHUP, in case the tests run under nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, previous)
 
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Lets pass the time in which signals are one, which has passed since what other tests have sent."""
+    """A function that advances the clock until the next signal is not an echo of the last, with no signal before."""
     now = 0.0
 
     def wait() -> None:
@@ -54,10 +52,10 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.usefixtures("heeds_hangups")
 @pytest.mark.parametrize("first", SIGNALS)
 @pytest.mark.parametrize("second", SIGNALS)
-def test_first_signal_asks_is_answered_and_the_second_aborts(
+def test_the_first_signal_requests_an_end_and_the_second_aborts(
     first: signal.Signals, second: signal.Signals, later: Callable[[], None]
 ) -> None:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     answers: queue.Queue[str] = queue.Queue()
     with Interrupt(answers.put) as interrupt:
         assert not interrupt.requested
@@ -72,12 +70,12 @@ def test_first_signal_asks_is_answered_and_the_second_aborts(
         os.kill(os.getpid(), first)
         assert answers.get(timeout=ENOUGH_S) == "the run finishes; interrupt again to end now"
     assert answers.empty()
-    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
 
 
 @pytest.mark.usefixtures("later")
 def test_a_signal_to_the_process_and_to_its_group_is_one() -> None:
-    """Bug: `timeout` and `uv run` send it several times at once, which was taken for `now`, and cut closing short."""
+    """Bug: a signal that `timeout` or `uv run` sends several times at once counts as a second one and aborts."""
     with interruptible():
         with Interrupt(lambda _: None) as interrupt:
             for _ in range(3):
@@ -96,19 +94,19 @@ def test_while_a_run_starts_the_first_signal_ends_it(later: Callable[[], None]) 
 
 
 def test_under_nohup_a_closed_terminal_is_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Interrupt(lambda _: None) as interrupt, interruptible():
             os.kill(os.getpid(), signal.SIGHUP)
         assert not interrupt.requested
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, previous)
 
 
 @pytest.mark.nightly
 def test_sigterm_while_models_load_ends_the_run_at_once_and_leaves_nothing(tiny: Tiny, tmp_path: Path) -> None:
-    """Of a rank without a model: cluster/ray/test_signals."""
+    """Ranks without models: cluster/ray/test_signals."""
     run = start(tmp_path / "run", tiny.overrides(*WITHOUT_VALIDATION, teachers=1))
     run.wait_for_workers()
     run.process.terminate()
@@ -120,7 +118,7 @@ def test_sigterm_while_models_load_ends_the_run_at_once_and_leaves_nothing(tiny:
 
 @pytest.mark.world
 def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path) -> None:
-    """The run's loader has a process, which ends as well."""
+    """Bug: the error is lost, or the loader's process stays."""
     run = faulty("teacher_raises", tiny, tmp_path, "data.num_workers=1", "cluster.launcher=local")
     run.wait_for_step(1)
     run.processes()
@@ -139,7 +137,7 @@ def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path)
 def test_second_interrupt_ends_a_run_that_hangs_and_without_kd_weight_no_teacher_runs(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    """Three questions, one run: its directory is locked as well."""
+    """One run checks three things: the second interrupt, kd_weight=0, and the lock on its directory."""
     run = faulty("student_hangs", tiny, tmp_path, "loss.kd_weight=0", "cluster.launcher=local")
     assert run.wait_for_hang() == run.process.pid
     assert [record["step"] for record in run.metrics] == [1, 2]
@@ -161,12 +159,12 @@ def test_second_interrupt_ends_a_run_that_hangs_and_without_kd_weight_no_teacher
 
 
 def faulty(fault: str, tiny: Tiny, folder: Path, *overrides: str) -> Run:
-    given = tiny.overrides(*WITHOUT_VALIDATION, "evaluation=null", *overrides, teachers=1)
-    return start(folder / "run", given, script=FAULTY, arguments=[fault, str(BAD_STEP)])
+    arguments = tiny.overrides(*WITHOUT_VALIDATION, "evaluation=null", *overrides, teachers=1)
+    return start(folder / "run", arguments, script=FAULTY, arguments=[fault, str(BAD_STEP)])
 
 
 def test_a_signal_in_the_validation_before_the_first_step_ends_it_at_the_next_batch() -> None:
-    """Bug: minutes of validation, of every teacher too, before a run ends that has nothing to save."""
+    """Bug: a run that has nothing to save validates student and teachers for minutes before it ends."""
     read: list[int] = []
     session, interrupt = object.__new__(Session), SimpleNamespace(requested=False)
 

@@ -1,4 +1,4 @@
-"""An evaluation of a model over several ranks whose figures are others than those of one process."""
+"""Evaluation of a model over several ranks gives the figures of one process."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from nemo_opd.logging.scores import SampleLog
 from nemo_opd.training.standalone import drive
 from tests.workers.local import in_world
 
-ASKED = {
+SETTINGS = {
     "model": "demo:teacher_same",
     "reward": {"type": "format", "extract": {"type": "regex", "pattern": "[0-9a]"}},
     "sets": {"sums": {"data": {"arrow_files": "demo:arithmetic_validation", "max_samples": 13}}},
@@ -27,16 +27,16 @@ ASKED = {
 
 
 def config(output_dir: Path, **settings: Any) -> EvaluationConfig:
-    return validated(ASKED | {"output_dir": str(output_dir)} | settings, EvaluationConfig)
+    return validated(SETTINGS | {"output_dir": str(output_dir)} | settings, EvaluationConfig)
 
 
-def asked(settings: EvaluationConfig) -> Path:
+def evaluated(settings: EvaluationConfig) -> Path:
     drive(settings, Console(quiet=True))
     assert settings.output_dir is not None
     return settings.output_dir
 
 
-def found(folder: Path) -> dict[str, Any]:
+def results_in(folder: Path) -> dict[str, Any]:
     results = json.loads((folder / "results.json").read_text())
     results["sets"]["sums"].pop("seconds")
     return results
@@ -44,32 +44,33 @@ def found(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.world
 def test_ranks_find_what_one_process_does(tmp_path: Path) -> None:
-    """Bug: answers of ranks in another order, or ranks of a tensor-parallel group that end a sequence apart."""
+    """Bug: answers gathered in another order, or tensor-parallel ranks that end a sequence at different tokens."""
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     more = {"benchmarks": [{"task": "next_line", "limit": 7}], "task_folder": "demo:tasks"}
-    (one,) = in_world(1, asked, [config(tmp_path / "one", **more)], tmp_path / "world 1")
+    (one,) = in_world(1, evaluated, [config(tmp_path / "one", **more)], tmp_path / "world 1")
     layouts = {"dp 2": {}, "tp 2": {"parallelism": {"tp": 2}}}
-    settings = [config(tmp_path / name, cluster={"cpu_ranks": 2}, **own, **more) for name, own in layouts.items()]
-    folders = in_world(2, asked, settings, tmp_path / "world 2")
+    two_ranks = {"cluster": {"cpu_ranks": 2}, **more}
+    settings = [config(tmp_path / name, **layout, **two_ranks) for name, layout in layouts.items()]
+    folders = in_world(2, evaluated, settings, tmp_path / "world 2")
 
-    answers = [each.response for each in SampleLog(one / "samples.jsonl").read()]
+    answers = [answer.response for answer in SampleLog(one / "samples.jsonl").read()]
     assert any(answers)
-    assert not any("e" in each for each in answers)
+    assert not any("e" in answer for answer in answers)
     for folder in folders:
-        assert [each.response for each in SampleLog(folder / "samples.jsonl").read()] == answers
-        assert found(folder) == found(one)
+        assert [answer.response for answer in SampleLog(folder / "samples.jsonl").read()] == answers
+        assert results_in(folder) == results_in(one)
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"cluster": {"cpu_ranks": 2}}, r"cluster\.cpu_ranks=2: .*torchrun --nproc-per-node=2"),
         ({"parallelism": {"tp": 3}}, "^parallelism: tp=3 .* write parallelism.tp=1"),
     ],
 )
-def test_ranks_that_cannot_be_had_are_told(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=says):
-        asked(config(tmp_path / "out", **settings))
+def test_ranks_that_cannot_be_started_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluated(config(tmp_path / "out", **settings))
 
 
 def test_a_server_has_ranks_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""What losses across tokenizers can compare in a few texts, against counts by hand."""
+"""The share of tokens that losses across tokenizers can compare, against counts by hand."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.losses.projections import spelled_matrix
 STUDENT = (b"", b"ab", b"c", b"d")
 TEACHER = (b"", b"abc", b"d", b"cd", b"abcd")
 SPELLINGS = ([0], [1, 2], [3], [2, 3], [])
-"""The last one has no image."""
+"""Student tokens that spell each teacher token; the last one has no image."""
 
 
 def batch(student: list[int], teacher: list[int], chunks: tuple[list[int], list[int]]) -> Batch:
@@ -24,8 +24,8 @@ def batch(student: list[int], teacher: list[int], chunks: tuple[list[int], list[
     return Batch(sides[0], (TeacherRows(sides[1], ChunkRows(ours, theirs)),))
 
 
-# The texts: begin | ab·c | d | ab·c·d of the student, which the teacher has as one token each, the last of which has no
-# pieces; begin ab·c | d; and begin ab·c·d, a chunk of the teacher's abc·d, in whose second token d begins.
+# Chunks of the texts, student tokens → teacher tokens (after the begin token):
+# 1. ab·c → abc, d → d, ab·c·d → abcd, which has no student spelling; 2. ab·c → abc, d → d; 3. ab·c·d → abc·d.
 MATRIX = spelled_matrix([(0, 0), (3, 2)], 4, TEACHER, SPELLINGS, STUDENT)
 BATCHES = [
     batch([0, 1, 2, 3, 1, 2, 3], [0, 1, 2, 4], ([-1, 1, 1, 2, 3, 3, 3], [-1, 1, 2, 3])),
@@ -35,8 +35,8 @@ BATCHES = [
 
 
 def test_shares_are_those_counted_by_hand() -> None:
-    """Catches starts that are counted by token, tokens of the vocabulary in place of the texts', and a projection
-    without bytes that stops every run.
+    """Catches starts counted by token, shares of the vocabulary in place of shares of the texts, and an error for a
+    projection without bytes.
     """
     shares = TargetShares.of(BATCHES, 0, MATRIX, {"short": BATCHES[1:2]}, "gold")
     assert shares is not None
@@ -50,7 +50,7 @@ def test_shares_are_those_counted_by_hand() -> None:
 
 
 def test_a_loss_that_compares_little_is_named_with_one_that_compares_more() -> None:
-    """Catches advice to take what the run has, and a warning for a loss that compares enough."""
+    """Catches advice to use the loss that the run already uses, and a warning for a loss that compares enough."""
     few = TargetShares(0.4, 0.9, {"n:1": 1.0}, {"gold": 0.3, "byte_prefix": 1.0}, {})
     first, image = few.warnings(GoldTerm())
     assert (
@@ -68,12 +68,12 @@ def test_a_loss_that_compares_little_is_named_with_one_that_compares_more() -> N
 
 @pytest.mark.parametrize("number", [0, 1, 7, 8, 9, 100])
 def test_texts_are_taken_from_all_of_a_domain(number: int) -> None:
-    """Catches a domain that is judged by its first texts alone."""
+    """Catches a domain that is sampled from its first texts alone."""
     rows = sampled_rows(number, 8)
     assert min(number, 4) <= len(rows) <= 8
     assert not number or rows[-1] >= number * 3 // 4 or number < 8
 
 
 def test_texts_without_chunks_have_no_shares() -> None:
-    """Catches a division by zero for texts that nothing is aligned in."""
+    """Catches a division by zero if no token of a text is aligned."""
     assert TargetShares.of([batch([0, 1], [0, 1], ([-1, -1], [-1, -1]))], 0, MATRIX, {}, "p_kl") is None

@@ -1,4 +1,4 @@
-"""What preflight says of conversations that chat templates leave out in part, and of turns that are not learned."""
+"""Preflight's warnings about parts of conversations that chat templates omit, and about turns that are not learned."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Check = Callable[..., tuple[str, ...]]
 
 @pytest.fixture
 def check(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """Bodies of the student's template and of its teacher's, conversations, overrides → warnings of templates."""
+    """A function from template bodies of student and teacher, conversations and overrides to warnings."""
     monkeypatch.chdir(tmp_path)
 
     def warnings(student: str, teacher: str, chats: list[Any], *overrides: str, end: str = END) -> tuple[str, ...]:
@@ -76,14 +76,14 @@ def test_calls_that_would_not_be_learned_are_refused(check: Check) -> None:
 def test_calls_that_are_not_learned_are_a_warning(
     check: Check, call: dict[str, Any], overrides: tuple[str, ...]
 ) -> None:
-    """Bug: refused, where the student only reads on; or silence."""
+    """Bug: the run is refused although the student only reads the calls, or no warning."""
     marked = [[*talk(**call)[:-1], {**PLAIN[-1], "weight": 1}] for _ in range(3)]
     (warning,) = check("", CALLS, marked, *overrides)
     assert warning.startswith("data.train: the chat template of student leaves out tool calls in 3 of 3 conversations")
 
 
-def test_a_teacher_that_reads_less_is_said(check: Check) -> None:
-    """Bug: a teacher that never sees the calls is compared in silence."""
+def test_a_teacher_that_reads_less_is_a_warning(check: Check) -> None:
+    """Bug: no word about a teacher that never sees the calls."""
     (warning,) = check(CALLS, "", [talk(), PLAIN, PLAIN])
     assert warning == (
         "data.train: the chat template of teachers.0 leaves out tool calls in 1 of 3 conversations checked, so this "
@@ -92,15 +92,15 @@ def test_a_teacher_that_reads_less_is_said(check: Check) -> None:
     )
 
 
-def test_a_prompt_that_asks_for_thinking_is_said(check: Check) -> None:
-    """Bug: the student learns to answer at once, and is asked to go on after <think>."""
+def test_a_prompt_that_asks_for_thinking_is_a_warning(check: Check) -> None:
+    """Bug: the student learns to answer at once, but its prompts end with <think>."""
     (warning,) = check(THINKS, "", [PLAIN] * 3)
     assert "ends the generation prompt with '<think>', but in 3 of 3 conversations" in warning
 
 
 @pytest.mark.parametrize("content", ["", " \n", None])
-def test_answers_without_text_are_said(check: Check, content: str | None) -> None:
-    """Catches a student that learns to end its turn at once; not told of a call, or of a message marked weight=0."""
+def test_answers_without_text_are_a_warning(check: Check, content: str | None) -> None:
+    """Catches a student that learns to end its turn at once, and a warning about a call or a message with weight=0."""
     empty = {**PLAIN[1], "content": content}
     (warning,) = check(CALLS, CALLS, [PLAIN, [PLAIN[0], empty], [PLAIN[0], {**empty, "weight": 0}, *PLAIN], talk()])
     assert warning.startswith("data.train: 1 of 4 conversations checked have an assistant message without text")
@@ -121,7 +121,7 @@ def test_conversations_without_a_learned_message_are_refused(check: Check) -> No
 
 
 def test_a_last_turn_without_an_end(check: Check) -> None:
-    """Bug: a student of a template that ends no last turn does not learn to stop, without a word."""
+    """Bug: no word about a template that does not end the last turn, so the student never learns to stop."""
     end = "{% if not loop.last %}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     chats = [[{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "The quick"}]] * 3
     (warning,) = check("{# plain #}", "{# plain #}", chats, end=end)

@@ -12,7 +12,7 @@ from tests.training.launch import run_here
 
 
 def test_a_worse_student_is_exported_only_on_request(tiny: Tiny, tmp_path: Path) -> None:
-    """Catches a model made useless by its learning rate that looks like a result, and a setting without effect."""
+    """Catches the export of a model that its learning rate ruined, and run.export_worse without effect."""
     settings = tiny.overrides(
         "student.optimizer.lr=50", "student.scheduler.warmup_steps=0", "train.max_steps=3", teachers=1
     )
@@ -24,7 +24,7 @@ def test_a_worse_student_is_exported_only_on_request(tiny: Tiny, tmp_path: Path)
 
 
 def test_baseline_is_the_same_run_without_teachers(tiny: Tiny, tmp_path: Path) -> None:
-    """Catches a baseline with another start, other texts or steps, and a run that it changes."""
+    """Catches a baseline with another start, other texts or other steps, and a run that its baseline changes."""
     settings = tiny.overrides("train.max_steps=2", "data.packing=false", teachers=1)
     run_here(tmp_path / "alone", settings)
     run_here(tmp_path / "both", [*settings, "run.baseline=true"])
@@ -39,7 +39,7 @@ def test_baseline_is_the_same_run_without_teachers(tiny: Tiny, tmp_path: Path) -
 
 
 def test_an_interrupted_baseline_is_continued_by_the_run(tiny: Tiny, tmp_path: Path, monkeypatch) -> None:
-    """Bug: two ways to continue, of which the baseline's own folder starts another run."""
+    """Bug: the message names the baseline's folder, and continuing there starts another run."""
 
     def step_then_interrupt(session: off_policy.Session) -> dict[str, float]:
         if session.step > 1:
