@@ -1,4 +1,4 @@
-"""What is planned with the estimate: what is offloaded, what is printed and what is refused."""
+"""The memory estimate, and the choices, reports and errors that follow from it."""
 
 import io
 import re
@@ -34,7 +34,7 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def sizes() -> list[ModelSize]:
-    """A student of 1 and teachers of 4 and 1 billion parameters."""
+    """Sizes of a student with 1 and teachers with 4 and 1 billion parameters."""
     small = LlamaConfig(
         vocab_size=128_256,
         hidden_size=2048,
@@ -59,7 +59,7 @@ def sizes() -> list[ModelSize]:
 
 
 def configure(*overrides: str) -> RunConfig:
-    """The demo's settings for larger models: a cross-tokenizer and a same-tokenizer teacher."""
+    """Return the demo's settings for larger models: a cross-tokenizer and a same-tokenizer teacher."""
     config = compose(
         "train.max_length=2048",
         "train.global_batch_size=16",
@@ -73,14 +73,14 @@ def configure(*overrides: str) -> RunConfig:
     return config
 
 
-def changed(override: str) -> RunConfig:
-    """Return `configure` with another size of microbatches, of which only one may be set."""
+def with_train_setting(override: str) -> RunConfig:
+    """Return `configure` with this setting of microbatches, also a second one, which composition refuses."""
     config = configure()
     name, _, value = override.removeprefix("train.").partition("=")
     return config.model_copy(update={"train": config.train.model_copy(update={name: int(value)})})
 
 
-def situation(sizes: list[ModelSize], *, gib: float | None, device: str = "cuda", ranks: int = 1) -> MemoryInputs:
+def memory_inputs(sizes: list[ModelSize], *, gib: float | None, device: str = "cuda", ranks: int = 1) -> MemoryInputs:
     student, *teachers = (ModelSetup(size, size.vocab_size, Layout(ranks)) for size in sizes)
     machine = Machine(device, None if gib is None else int(gib * GIB), 256 * GIB, ranks)
     return MemoryInputs(student, tuple(teachers), machine)
@@ -99,186 +99,190 @@ def with_offloads(config: RunConfig, *flags: bool | str) -> RunConfig:
     )
 
 
-def needed(config: RunConfig, sizes: list[ModelSize], *flags: bool) -> float:
-    """GiB of a GPU into which the run just fits."""
-    around = situation(sizes, gib=None)
-    return estimate(with_offloads(config, *flags), around).memories[0].peak / USABLE / GIB + 0.01
+def gib_needed(config: RunConfig, sizes: list[ModelSize], *flags: bool) -> float:
+    """Return the GiB of the smallest GPU for the run."""
+    inputs = memory_inputs(sizes, gib=None)
+    return estimate(with_offloads(config, *flags), inputs).memories[0].peak / USABLE / GIB + 0.01
 
 
-# What is offloaded
+# Offloading
 
 
 def test_as_little_is_offloaded_as_fits(sizes: list[ModelSize]) -> None:
-    """First the larger teacher, then the other, then the student."""
+    """Bug: another order than the larger teacher, the smaller teacher, the student; or one more than needed."""
     config = configure("train.micro_batch_size=1", "+teachers.0.micro_batch_tokens=32768")
     steps = [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
-    limits = [needed(config, sizes, *flags) for flags in steps]
+    limits = [gib_needed(config, sizes, *flags) for flags in steps]
     assert sorted(set(limits), reverse=True) == limits
 
     for flags, gib in zip(steps, limits, strict=True):
-        around = situation(sizes, gib=gib)
-        settled, made = settle_memory(config, around)
+        inputs = memory_inputs(sizes, gib=gib)
+        settled, estimated = settle_memory(config, inputs)
         assert offloaded(settled) == flags
-        assert made.fits()
-        assert made in [estimate(settled, replace(around, small_blocks=are_small)) for are_small in (False, True)]
+        assert estimated.fits()
+        assert estimated in [estimate(settled, replace(inputs, small_blocks=are_small)) for are_small in (False, True)]
 
 
 @pytest.mark.parametrize("override", ["train.micro_batch_tokens=1000000000", "train.micro_batch_size=64"])
-def test_a_microbatch_has_no_more_than_a_rank_has_of_a_batch(sizes: list[ModelSize], override: str) -> None:
-    """Bug: the bytes of rows that no batch has, for which weights are offloaded or the run is refused."""
-    around = situation(sizes, gib=None, ranks=2)
+def test_a_microbatch_has_at_most_a_ranks_rows_of_a_batch(sizes: list[ModelSize], override: str) -> None:
+    """Bug: weights are offloaded or the run is refused because of rows that no batch has."""
+    inputs = memory_inputs(sizes, gib=None, ranks=2)
     all_at_once = configure("train.micro_batch_size=8")
-    expected = estimate(all_at_once, around).memories[0].peak
-    assert estimate(changed(override), around).memories[0].peak == expected
-    assert expected > estimate(configure(), around).memories[0].peak
+    expected = estimate(all_at_once, inputs).memories[0].peak
+    assert estimate(with_train_setting(override), inputs).memories[0].peak == expected
+    assert expected > estimate(configure(), inputs).memories[0].peak
 
 
 def test_small_blocks_come_before_offloading(sizes: list[ModelSize]) -> None:
-    """Of the memory that small ones need, the 32nd part that large ones take is missing."""
+    """Bug: a teacher is offloaded although the run fits with small blocks; large ones take 1/32 of the memory more."""
     config = configure()
-    smallest = needed(config, sizes, False, False, False)
-    tight, ample = (settle_memory(config, situation(sizes, gib=gib)) for gib in (smallest, 1.1 * smallest))
+    smallest = gib_needed(config, sizes, False, False, False)
+    tight, ample = (settle_memory(config, memory_inputs(sizes, gib=gib)) for gib in (smallest, 1.1 * smallest))
 
     assert offloaded(tight[0]) == offloaded(ample[0]) == (False, False, False)
     assert tight[1].block_bytes == 256 * 2**20
     assert ample[1].block_bytes == int(1.1 * smallest * GIB) // 32
 
 
-def test_what_is_set_stays_set(sizes: list[ModelSize]) -> None:
-    """Also where the run then fits worse, or nothing would have to be offloaded."""
+def test_explicit_offload_settings_stay(sizes: list[ModelSize]) -> None:
+    """Bug: a setting is changed because the run then fits better, or without need."""
     config = configure("teachers.0.offload=false", "student.offload=true")
-    settled, _ = settle_memory(config, situation(sizes, gib=1000))
+    settled, _ = settle_memory(config, memory_inputs(sizes, gib=1000))
     assert offloaded(settled) == (False, False, True)
 
-    settled, _ = settle_memory(config, situation(sizes, gib=needed(config, sizes, False, True, True)))
+    settled, _ = settle_memory(config, memory_inputs(sizes, gib=gib_needed(config, sizes, False, True, True)))
     assert offloaded(settled) == (False, True, True)
 
 
 @pytest.mark.parametrize(("device", "gib"), [("cpu", 1e-3), ("cuda", None)])
-def test_nothing_is_offloaded_where_it_brings_nothing_or_nobody_knows(
+def test_nothing_is_offloaded_on_a_cpu_or_in_unknown_memory(
     sizes: list[ModelSize], device: str, gib: float | None
 ) -> None:
     config = configure()
-    settled, _ = settle_memory(config, situation(sizes, gib=gib, device=device))
+    settled, _ = settle_memory(config, memory_inputs(sizes, gib=gib, device=device))
 
     assert offloaded(settled) == (False, False, False)
 
 
-def test_teachers_that_are_not_active_are_decided_too(sizes: list[ModelSize]) -> None:
-    """The settings of the workers, and a run's config.yaml, have no `auto` left."""
+def test_offload_of_inactive_teachers_is_resolved(sizes: list[ModelSize]) -> None:
+    """Bug: settings of workers and a run's config.yaml contain `auto`."""
     config = configure("loss.kd_weight=0")
-    around = replace(situation(sizes, gib=80), teachers=())
-    settled, made = settle_memory(config, around)
+    inputs = replace(memory_inputs(sizes, gib=80), teachers=())
+    settled, estimated = settle_memory(config, inputs)
 
     assert offloaded(settled) == (False, False, False)
-    assert {part.owner for part in made.memories[0].parts} == {"student"}
+    assert {part.owner for part in estimated.memories[0].parts} == {"student"}
 
 
-# What is refused
+# Errors
 
 
-def test_what_fits_nowhere_is_refused_with_figures_and_ways_out(sizes: list[ModelSize]) -> None:
+def test_a_run_that_does_not_fit_is_refused_with_figures_and_proposals(sizes: list[ModelSize]) -> None:
     config = configure()
     with pytest.raises(ConfigError) as caught:
-        settle_memory(config, situation(sizes, gib=8, ranks=2))
+        settle_memory(config, memory_inputs(sizes, gib=8, ranks=2))
 
-    told = str(caught.value)
-    assert told.startswith(
+    message = str(caught.value)
+    assert message.startswith(
         "student.offload=auto, teachers.*.offload=auto: with everything offloaded each GPU would have "
     )
-    assert "but has 8.0 GiB" in told
+    assert "but has 8.0 GiB" in message
     for setting in ("train.micro_batch_size", "train.max_length", "parallelism.tp", "run.dry_run=true"):
-        assert setting in told
+        assert setting in message
 
 
-def test_a_dry_run_shows_what_fits_nowhere(sizes: list[ModelSize]) -> None:
-    config = configure("run.dry_run=true")
-    settled, made = settle_memory(config, situation(sizes, gib=8))
+def test_a_dry_run_reports_that_it_does_not_fit(sizes: list[ModelSize]) -> None:
+    config = configure("run.dry_run=true", "student.activation_checkpointing=false")
+    settled, estimated = settle_memory(config, memory_inputs(sizes, gib=8))
+    report = printed(settled, estimated)
 
     assert offloaded(settled) == (True, True, True)
-    assert not made.fits()
+    assert not estimated.fits()
+    assert "warning: each GPU: " in report
+    assert "of 8.0 GiB" in report
+    assert "a smaller train.max_length" in report
 
 
-def test_separate_devices_are_refused_as_they_are(sizes: list[ModelSize]) -> None:
-    """Bugs: "with everything offloaded", of a run of which nothing was."""
+def test_separate_devices_are_refused_without_offloading(sizes: list[ModelSize]) -> None:
+    """Bug: the message says "with everything offloaded", although nothing is."""
     config = configure("cluster.placement=separate")
     with pytest.raises(ConfigError) as caught:
-        settle_memory(config, situation(sizes, gib=8))
-    told = str(caught.value)
-    assert "teachers.*.offload=auto: each GPU of the student would have to hold" in told
-    assert "with everything offloaded" not in told
+        settle_memory(config, memory_inputs(sizes, gib=8))
+    message = str(caught.value)
+    assert "teachers.*.offload=auto: each GPU of the student would have to hold" in message
+    assert "with everything offloaded" not in message
 
 
-def test_who_has_decided_alone_is_not_refused(sizes: list[ModelSize]) -> None:
-    """The estimate may be wrong by a fifth, and there has to be a way past it."""
+def test_a_run_with_explicit_offload_settings_is_not_refused(sizes: list[ModelSize]) -> None:
+    """The estimate may be wrong by a fifth, so users need a way to ignore it."""
     config = configure("teachers.0.offload=true", "teachers.1.offload=true", "student.offload=true")
-    settled, made = settle_memory(config, situation(sizes, gib=8))
+    settled, estimated = settle_memory(config, memory_inputs(sizes, gib=8))
 
     assert offloaded(settled) == (True, True, True)
-    assert not made.fits()
+    assert not estimated.fits()
 
 
-def test_main_memory_may_be_what_is_short(sizes: list[ModelSize]) -> None:
-    """What is offloaded has to go somewhere."""
+def test_main_memory_may_be_too_small(sizes: list[ModelSize]) -> None:
+    """Bug: weights are offloaded to main memory that cannot hold them."""
     config = configure()
-    around = situation(sizes, gib=needed(config, sizes, True, True, True))
-    tight = replace(around, machine=replace(around.machine, host_bytes=4 * GIB))
+    inputs = memory_inputs(sizes, gib=gib_needed(config, sizes, True, True, True))
+    tight = replace(inputs, machine=replace(inputs.machine, host_bytes=4 * GIB))
 
     with pytest.raises(ConfigError, match="main memory for each GPU would have to hold"):
         settle_memory(config, tight)
 
 
-# What is estimated
+# The estimate
 
 
-def total(made: MemoryEstimate, name: str, phase: Phase) -> int:
-    return sum(part.at(phase) for part in made.memories[0].parts if str(part) == name)
+def total(estimated: MemoryEstimate, name: str, phase: Phase) -> int:
+    return sum(part.at(phase) for part in estimated.memories[0].parts if str(part) == name)
 
 
 def test_processes_that_share_a_gpu_have_a_context_each(sizes: list[ModelSize]) -> None:
-    """What one has cached is returned before the next works, so contexts are all that a process adds to its tensors."""
-    made = estimate(with_offloads(configure(), False, False, False), situation(sizes, gib=80)).memories[0]
-    contexts = {part.owner: part.at(Phase.LOSS) for part in made.parts if part.name == "CUDA"}
+    """Bug: one context for all processes. Their caches do not count: a process empties its cache before the next."""
+    estimated = estimate(with_offloads(configure(), False, False, False), memory_inputs(sizes, gib=80)).memories[0]
+    contexts = {part.owner: part.at(Phase.LOSS) for part in estimated.parts if part.name == "CUDA"}
     assert list(contexts.values()) == 3 * [CONTEXT_BYTES]
 
 
-def test_what_is_offloaded_leaves_buffers_alone(sizes: list[ModelSize]) -> None:
+def test_offloading_leaves_only_buffers_on_the_device(sizes: list[ModelSize]) -> None:
     config = with_offloads(configure(), True, True, True)
-    gone, host = estimate(config, situation(sizes, gib=80)).memories
-    left = {str(part) for part in gone.parts if part.at(Phase.BACKWARD) and part.owner != "student"}
+    gone, host = estimate(config, memory_inputs(sizes, gib=80)).memories
+    remaining = {str(part) for part in gone.parts if part.at(Phase.BACKWARD) and part.owner != "student"}
 
-    assert {name.split(": ")[1] for name in left} == {"hidden states handed over", "head handed over", "CUDA"}
+    assert {name.split(": ")[1] for name in remaining} == {"hidden states handed over", "head handed over", "CUDA"}
     assert {str(part) for part in gone.parts if part.at(Phase.TEACHERS) and part.owner == "student"} == {
         "student: CUDA"
     }
     # The host's copies stay while their models are on the device.
-    of_all = 12 * sizes[0].parameters + 2 * (sizes[1].parameters + sizes[2].parameters)
-    assert host.total(Phase.TEACHERS) == host.total(Phase.BACKWARD) == of_all
+    all_weights = 12 * sizes[0].parameters + 2 * (sizes[1].parameters + sizes[2].parameters)
+    assert host.total(Phase.TEACHERS) == host.total(Phase.BACKWARD) == all_weights
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("offload", [True, False])
 def test_no_phase_is_below_its_states(sizes: list[ModelSize], offload: bool, ranks: int) -> None:
-    """By plain sums: 4 bytes a weight of the student and 8 of AdamW, 4 of its gradient, and 2 a weight of a teacher."""
+    """Compares with plain sums: a weight takes 4 bytes in the student, 8 in AdamW, 4 as gradient, 2 in a teacher."""
     config = with_offloads(configure(), offload, offload, offload)
-    gpu, host = estimate(config, situation(sizes, gib=80, ranks=ranks)).memories
+    gpu, host = estimate(config, memory_inputs(sizes, gib=80, ranks=ranks)).memories
     student, *teachers = (size.parameters / ranks for size in sizes)
-    of_all, at_work = 2 * sum(teachers), 2 * max(teachers)
+    all_weights, working_weights = 2 * sum(teachers), 2 * max(teachers)
     states = {
-        Phase.LOADING: 4 * student + of_all,
-        Phase.TEACHERS: at_work if offload else 12 * student + of_all,
-        Phase.LOSS: 12 * student + (0 if offload else of_all),
-        Phase.BACKWARD: 16 * student + (0 if offload else of_all),
+        Phase.LOADING: 4 * student + all_weights,
+        Phase.TEACHERS: working_weights if offload else 12 * student + all_weights,
+        Phase.LOSS: 12 * student + (0 if offload else all_weights),
+        Phase.BACKWARD: 16 * student + (0 if offload else all_weights),
     }
     assert all(gpu.total(phase) >= expected for phase, expected in states.items())
-    assert host.total(Phase.TEACHERS) >= (12 * student + of_all if offload else 0)
+    assert host.total(Phase.TEACHERS) >= (12 * student + all_weights if offload else 0)
 
 
-def test_of_layers_that_come_and_go_two_are_there(sizes: list[ModelSize]) -> None:
-    """Bug: a streamed teacher counts as whole while it computes, so that the run is refused or others are offloaded."""
+def test_two_layers_of_a_streamed_teacher_are_on_the_device(sizes: list[ModelSize]) -> None:
+    """Bug: all layers of a streamed teacher count, so the run is refused or other models are offloaded."""
     config = with_offloads(configure(), "layers", False, False)
-    gpu, host = estimate(config, situation(sizes, gib=80)).memories
-    (weights,) = [each for each in gpu.parts if each.owner == config.teachers[0].name and each.name == "parameters"]
+    gpu, host = estimate(config, memory_inputs(sizes, gib=80)).memories
+    (weights,) = [part for part in gpu.parts if part.owner == config.teachers[0].name and part.name == "parameters"]
     there = numel(sizes[1].rest) + 2 * numel(sizes[1].layers[0].shapes)
 
     assert weights.at(Phase.TEACHERS) == 2 * there < sizes[1].parameters
@@ -287,30 +291,30 @@ def test_of_layers_that_come_and_go_two_are_there(sizes: list[ModelSize]) -> Non
 
 
 def test_a_student_without_logits(sizes: list[ModelSize]) -> None:
-    """The head's gradient and a block of rows take the place of twice the logits, whatever the length."""
-    whole, headless = (
-        estimate(with_offloads(configure(f"handoff={kind}"), False, False, False), situation(sizes, gib=80))
+    """Bugs: logits of all positions count although blocks of rows replace them; the head's gradient does not count."""
+    with_logits, headless = (
+        estimate(with_offloads(configure(f"handoff={kind}"), False, False, False), memory_inputs(sizes, gib=80))
         for kind in ("logits", "hidden_states")
     )
     tokens, vocabulary, width = 4 * 2048, 128_256, 2048
 
-    assert total(whole, "student: logits and their gradients", Phase.LOSS) == 2 * tokens * vocabulary * 2
+    assert total(with_logits, "student: logits and their gradients", Phase.LOSS) == 2 * tokens * vocabulary * 2
     assert total(headless, "student: logits and their gradients", Phase.LOSS) == 0
     gradients = vocabulary * width * (4 + 2) + tokens * width * 2
     assert total(headless, "student: gradients of hidden states and head", Phase.LOSS) == gradients
-    # Equally many rows of three heads share the budget, a 32nd part of the GPU; the student's have a gradient.
+    # Blocks of all heads have equal rows and share the budget, 1/32 of the GPU; the student's block has a gradient.
     budget = 80 * GIB // 32
     rows = budget // (4 * sum(size.vocab_size for size in sizes))
     blocks = total(headless, "student: blocks of logits, temporaries of a loss", Phase.LOSS)
     assert blocks == 4 * rows * (sum(size.vocab_size for size in sizes) + vocabulary) + budget
-    assert headless.memories[0].peak < whole.memories[0].peak
+    assert headless.memories[0].peak < with_logits.memories[0].peak
 
 
 def test_blocks_on_a_cpu_have_the_rows_of_a_product(sizes: list[ModelSize]) -> None:
-    """Bug: the estimate counts 64 MiB, where 128 rows of three large vocabularies take more."""
+    """Bug: the estimate counts 64 MiB, but 128 rows of three large vocabularies take more."""
     config = with_offloads(configure("handoff=hidden_states"), False, False, False)
     blocks = total(
-        estimate(config, situation(sizes, gib=None, device="cpu")),
+        estimate(config, memory_inputs(sizes, gib=None, device="cpu")),
         "student: blocks of logits, temporaries of a loss",
         Phase.LOSS,
     )
@@ -319,10 +323,10 @@ def test_blocks_on_a_cpu_have_the_rows_of_a_product(sizes: list[ModelSize]) -> N
 
 
 def test_teachers_on_their_own_devices(sizes: list[ModelSize]) -> None:
-    """Each kind of device has its own peak, and a teacher that is ahead a buffer more."""
+    """Bugs: one peak for the devices of all models; one buffer for a teacher that works ahead and has two."""
     config = configure("cluster.placement=separate")
-    settled, made = settle_memory(config, situation(sizes, gib=80))
-    student, cross, *_ = made.memories
+    settled, estimated = settle_memory(config, memory_inputs(sizes, gib=80))
+    student, cross, *_ = estimated.memories
 
     assert offloaded(settled) == (False, False, False)
     assert {part.owner for part in student.parts} == {"student"}
@@ -334,90 +338,78 @@ def test_teachers_on_their_own_devices(sizes: list[ModelSize]) -> None:
 
 
 def test_the_students_weights_count_once_and_their_average_in_fp32(sizes: list[ModelSize]) -> None:
-    """Bugs: a second copy for a live teacher, an average of the frozen weights, and a process for either."""
+    """Bugs: a second copy for a teacher with the student's weights; an average in bf16; a process for such teachers."""
     student = sizes[0]
-    at = situation([student, student, sizes[2]], gib=80)
+    inputs = memory_inputs([student, student, sizes[2]], gib=80)
 
     def run(weights: str, *flags: bool, **more: object) -> RunConfig:
         config = configure("student.offload=false", "teachers.1.offload=false", "teachers.0.offload=false")
-        own = config.teachers[0].model_copy(update={"model": None, "weights": weights, **more})
-        return config.model_copy(update={"teachers": (own, config.teachers[1])})
+        self_teacher = config.teachers[0].model_copy(update={"model": None, "weights": weights, **more})
+        return config.model_copy(update={"teachers": (self_teacher, config.teachers[1])})
 
-    live, mean = (estimate(run(weights), at).memories[0] for weights in ("student", "ema"))
-    frozen = estimate(run("frozen", model="m"), at).memories[0]
+    live, mean = (estimate(run(weights), inputs).memories[0] for weights in ("student", "ema"))
+    frozen = estimate(run("frozen", model="m"), inputs).memories[0]
     parameters = sum(part.at(Phase.BACKWARD) for part in live.parts if part.name in ("parameters", "average"))
     assert parameters == (4 + 2) * student.parameters
     for phase in Phase:
         assert mean.total(phase) == live.total(phase) + 4 * student.parameters
-    contexts = [sum(part.name == "CUDA" for part in each.parts) for each in (live, mean, frozen)]
+    contexts = [sum(part.name == "CUDA" for part in memory.parts) for memory in (live, mean, frozen)]
     assert contexts == [2, 2, 3]
-    away = estimate(run("ema", offload=True), at).memories[0]
+    away = estimate(run("ema", offload=True), inputs).memories[0]
     assert away.total(Phase.LOSS) == live.total(Phase.LOSS)
     assert away.total(Phase.TEACHERS) >= live.total(Phase.TEACHERS)
 
 
 def test_more_ranks_hold_less(sizes: list[ModelSize]) -> None:
-    """Parameters and optimizer are cut exactly where rows divide; a microbatch is each rank's own."""
+    """Bugs: parameters or optimizer that are not sharded; a microbatch that is."""
     config = configure()
-    one, four = (estimate(config, situation(sizes, gib=80, ranks=ranks)) for ranks in (1, 4))
+    one, four = (estimate(config, memory_inputs(sizes, gib=80, ranks=ranks)) for ranks in (1, 4))
     for name in ("student: parameters", "student: optimizer", f"{config.teachers[0].name}: parameters"):
         assert total(one, name, Phase.TEACHERS) == 4 * total(four, name, Phase.TEACHERS)
     for name in ("student: gradients of hidden states and head", f"{config.teachers[0].name}: head handed over"):
         assert total(one, name, Phase.LOSS) == total(four, name, Phase.LOSS)
 
 
-# What is printed
+# The report
 
 
-def printed(config: RunConfig, made: MemoryEstimate) -> str:
+def printed(config: RunConfig, estimated: MemoryEstimate) -> str:
     console = Console(width=120, file=io.StringIO(), record=True)
-    for shown in memory_report(made, config):
-        console.print(shown)
+    for renderable in memory_report(estimated, config):
+        console.print(renderable)
     return console.export_text()
 
 
-def test_the_report_says_what_is_where_and_when(sizes: list[ModelSize]) -> None:
+def test_the_report_has_a_table_of_parts_and_phases(sizes: list[ModelSize]) -> None:
     config = configure("logging.console.memory_table=true")
-    settled, made = settle_memory(config, situation(sizes, gib=needed(config, sizes, True, False, False)))
-    told = printed(settled, made)
-    rows = {cells[1].strip(): cells[2:] for line in told.splitlines() if len(cells := line.split("│")) > 6}
+    settled, estimated = settle_memory(config, memory_inputs(sizes, gib=gib_needed(config, sizes, True, False, False)))
+    report = printed(settled, estimated)
+    rows = {cells[1].strip(): cells[2:] for line in report.splitlines() if len(cells := line.split("│")) > 6}
 
     optimizer = [cell.strip() for cell in rows["student: optimizer"]]
     assert optimizer[:4] == ["", *([f"{sizes[0].parameters * 8 / 2**20:,.0f}"] * 3)]
-    assert f"in main memory while others use the device: {config.teachers[0].name}" in told
-    assert "warning" not in told
+    assert f"in main memory while others use the device: {config.teachers[0].name}" in report
+    assert "warning" not in report
 
 
 def test_the_report_is_short_unless_asked_for(sizes: list[ModelSize]) -> None:
-    """Bug: sixty lines of parts before the one line that says whether it fits."""
+    """Bug: sixty lines of parts before the line that says whether the run fits."""
     config = configure()
-    told = printed(*settle_memory(config, situation(sizes, gib=80)))
-    assert len(told.splitlines()) <= 8
-    assert re.search(r"most of it: \w+: [a-z ]+ [\d,]+ MiB", told)
+    report = printed(*settle_memory(config, memory_inputs(sizes, gib=80)))
+    assert len(report.splitlines()) <= 8
+    assert re.search(r"most of it: \w+: [a-z ]+ [\d,]+ MiB", report)
 
 
-def test_the_report_of_what_does_not_fit(sizes: list[ModelSize]) -> None:
-    config = configure("run.dry_run=true", "student.activation_checkpointing=false")
-    told = printed(*settle_memory(config, situation(sizes, gib=8)))
-
-    assert "warning: each GPU: " in told
-    assert "of 8.0 GiB" in told
-    assert "a smaller train.max_length" in told
+# Emptying the cache
 
 
-# What is given back
-
-
-def test_caches_are_given_back_where_they_do_not_fit(sizes: list[ModelSize]) -> None:
-    """Bugs: memory that is asked for again in each step though all fits; a process that keeps what others need.
-
-    What a process holds in its own largest phase it may keep, each teacher what it holds in its turn.
-    """
+def test_caches_fit_if_the_largest_phases_of_all_processes_do(sizes: list[ModelSize]) -> None:
+    """Bugs: caches are emptied in every step although they fit; a process keeps memory that another needs."""
     config = configure()
-    together = estimate(config, situation(sizes, gib=None)).memories[0].peak / GIB
-    assert not estimate(config, situation(sizes, gib=together / USABLE)).caches_fit
-    assert not estimate(config, situation(sizes, gib=None)).caches_fit
-    assert estimate(config, situation(sizes, gib=4 * together)).caches_fit
+    together = estimate(config, memory_inputs(sizes, gib=None)).memories[0].peak / GIB
+    assert not estimate(config, memory_inputs(sizes, gib=together / USABLE)).caches_fit
+    assert not estimate(config, memory_inputs(sizes, gib=None)).caches_fit
+    assert estimate(config, memory_inputs(sizes, gib=4 * together)).caches_fit
 
 
 @pytest.mark.parametrize(
@@ -433,14 +425,13 @@ def test_caches_are_given_back_where_they_do_not_fit(sizes: list[ModelSize]) -> 
         ("cuda", "local", 1, True, "http://host:1/v1", False),
     ],
 )
-def test_who_gives_back(
+def test_processes_that_empty_their_cache(
     device: str, launcher: str, shared: int, caches_fit: bool, server: str | None, expected: bool
 ) -> None:
-    """Bug: an emptied cache where no other process is on the device."""
-    overrides = [f"cluster.launcher={launcher}"]
+    """Bug: the cache is emptied although no second process is on the device."""
     rollouts = {None: None, "own": ServerRollout(), "on its own GPU": ServerRollout(gpus=1)}
     rollout = rollouts[server] if server in rollouts else ServerRollout(url=server)
-    config = configure(*overrides).model_copy(update={"rollout": rollout})
+    config = configure(f"cluster.launcher={launcher}").model_copy(update={"rollout": rollout})
     plan: Any = SimpleNamespace(
         config=config,
         device=device,

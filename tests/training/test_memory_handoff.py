@@ -1,7 +1,6 @@
-"""The estimate of what is handed over, against the bytes of the buffers that writers make and windows put together."""
+"""The estimate of teachers' output, against the bytes of writers' buffers and of rows copied by readers."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ def size() -> ModelSize:
 
 @dataclass(frozen=True)
 class Job:
-    """A teacher's ranks, and the student's on which its output is read."""
+    """A teacher whose output is read by a student with `student_dp` data-parallel ranks."""
 
     config: RunConfig
     setup: ModelSetup
@@ -44,17 +43,17 @@ class Job:
     def rows(self) -> int:
         return -(-ROWS // self.setup.layout.dp)
 
-    def parts(self, **inputs: Any) -> dict[str, int]:
-        """Return the bytes of output by name, `handed over` in buffers and `copied` by a student's rank."""
+    def parts(self) -> dict[str, int]:
+        """Return bytes of the teacher's output: `over`, handed over in buffers, and `copied` by a student rank."""
         student = replace(self.setup, layout=Layout(self.student_dp))
         teachers = (self.setup,) * len(self.config.teachers)
-        around = MemoryInputs(student, teachers, Machine("cpu", None, None, 1), **inputs)
+        inputs = MemoryInputs(student, teachers, Machine("cpu", None, None, 1))
         name = self.config.teachers[0].name
-        parts = [part for part in estimate(self.config, around).memories[0].parts if name in str(part)]
+        parts = [part for part in estimate(self.config, inputs).memories[0].parts if name in str(part)]
         return {kind: sum(p.at(Phase.LOSS) for p in parts if p.name.endswith(kind)) for kind in ("over", "copied")}
 
 
-def job(size: ModelSize, layout: Layout, kind: str, micro: int, buffers: int = 1, student_dp: int = 1) -> Job:
+def job_of(size: ModelSize, layout: Layout, kind: str, micro: int, buffers: int = 1, student_dp: int = 1) -> Job:
     config: RunConfig = compose(
         f"train.max_length={LENGTH}",
         f"train.global_batch_size={ROWS}",
@@ -66,26 +65,23 @@ def job(size: ModelSize, layout: Layout, kind: str, micro: int, buffers: int = 1
     return Job(config, ModelSetup(size, VOCAB, layout), student_dp)
 
 
-def columns_of(of: Job, rank: int) -> range:
-    width = -(-VOCAB // of.setup.layout.tp)
-    return range(rank % of.setup.layout.tp * width, VOCAB)[:width]
-
-
-def written(of: Job, rank: int, reader: int = 0, buffers: int = 1) -> HiddenStatesWriter | LogitsWriter:
-    """What a rank of the teacher makes of its rows, all positions of them, and its columns."""
-    layout, columns = of.setup.layout, columns_of(of, rank)
+def written(job: Job, rank: int, reader: int = 0, buffers: int = 1) -> HiddenStatesWriter | LogitsWriter:
+    """Return a writer with the output of a teacher rank: all positions of its rows, and its columns."""
+    layout = job.setup.layout
+    width = -(-VOCAB // layout.tp)
+    columns = range(rank % layout.tp * width, VOCAB)[:width]
     more = {"columns": columns, "readers": Readers((reader,), (reader,)), "num_slots": buffers}
     writer: HiddenStatesWriter | LogitsWriter
-    if of.config.handoff.type == "logits":
+    if job.config.handoff.type == "logits":
         writer = LogitsWriter(CountingSender, VOCAB, torch.float32, **more)
-        made: TensorLogits | HeadLogits = TensorLogits(torch.zeros(1, of.rows * LENGTH, len(columns)))
+        output: TensorLogits | HeadLogits = TensorLogits(torch.zeros(1, job.rows * LENGTH, len(columns)))
     else:
         writer = HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float32, **more)
-        made = HeadLogits(torch.zeros(1, of.rows * LENGTH, HIDDEN), Head(torch.zeros(len(columns), HIDDEN)))
+        output = HeadLogits(torch.zeros(1, job.rows * LENGTH, HIDDEN), Head(torch.zeros(len(columns), HIDDEN)))
     assert layout.size > rank
     for slot in range(buffers):
-        writer.begin(of.rows * LENGTH, slot)
-        writer.write(0, made)
+        writer.begin(job.rows * LENGTH, slot)
+        writer.write(0, output)
     return writer
 
 
@@ -96,21 +92,21 @@ def held(senders: tuple[Sender, ...]) -> int:
 @pytest.mark.parametrize("kind", ["hidden_states", "logits"])
 @pytest.mark.parametrize("layout", [Layout(1), Layout(2), Layout(1, 1, 2), Layout(1, 2, 1), Layout(2, 2, 2)], ids=str)
 @pytest.mark.parametrize("buffers", [1, 2])
-def test_buffers_are_what_is_estimated(size: ModelSize, layout: Layout, kind: str, buffers: int) -> None:
-    """Bug: hidden states divided by cp, although each of its ranks hands all over."""
-    of = job(size, layout, kind, micro=4, buffers=buffers)
-    writer = written(of, rank=0, buffers=buffers)
-    assert held(writer.senders) == of.parts()["over"]
+def test_buffers_have_the_estimated_size(size: ModelSize, layout: Layout, kind: str, buffers: int) -> None:
+    """Bug: hidden states are divided by cp, although each rank hands over all positions."""
+    job = job_of(size, layout, kind, micro=4, buffers=buffers)
+    writer = written(job, rank=0, buffers=buffers)
+    assert held(writer.senders) == job.parts()["over"]
     writer.close()
 
 
 @pytest.mark.parametrize("micro", [4, 6, 12])
-def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) -> None:
-    """Of a microbatch at most, where one teacher's rows end in its midst: 8 rows a rank of three. Bug: all rows."""
-    of = job(size, Layout(3), "hidden_states", micro, student_dp=2)
+def test_copied_rows_have_the_estimated_size(size: ModelSize, micro: int) -> None:
+    """Rows are copied if a microbatch spans two of the three teacher ranks, which have 8 rows each. Bug: all rows."""
+    job = job_of(size, Layout(3), "hidden_states", micro, student_dp=2)
     sides = LayoutPair(Layout(2), Layout(3), filled(2, 8), filled(3, 8))
-    writers = [written(of, rank, reader=rank // 2) for rank in range(3)]
-    # The middle one's rows are read by both.
+    writers = [written(job, rank, reader=rank // 2) for rank in range(3)]
+    # Both student ranks read the middle writer.
     writers[1].close()
     writers[1] = HiddenStatesWriter(
         CountingSender, VOCAB, HIDDEN, torch.float32, columns=range(VOCAB), readers=Readers((0, 1), (0, 1))
@@ -121,24 +117,26 @@ def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) 
     for rank, window in enumerate(windows([writer.handle() for writer in writers], sides, [LENGTH] * ROWS)):
         receiver = CountingReceiver(rank)
         for start in range(0, ROWS // 2, micro):
-            before = receiver.copied_bytes
+            copied_bytes = receiver.copied_bytes
             window.hidden.read(receiver, slice(start, start + micro))
-            most = max(most, receiver.copied_bytes - before)
-    assert most == (of.parts()["copied"] if 8 % micro else 0)
+            most = max(most, receiver.copied_bytes - copied_bytes)
+    assert most == (job.parts()["copied"] if 8 % micro else 0)
     for writer in writers:
         writer.close()
 
 
 def test_output_in_main_memory_is_not_on_the_gpu(size: ModelSize) -> None:
-    """Bug: buffers that count for a memory in which they are not; the host's is larger by them, the GPU's by copies."""
-    of = job(size, Layout(1), "hidden_states", micro=4)
-    setup = of.setup
+    """Bug: buffers in main memory count for the GPU, which has only copies of them."""
+    job = job_of(size, Layout(1), "hidden_states", micro=4)
+    setup = job.setup
     machine = Machine("cuda", 2**30, 2**30, 1)
     near, far = (
-        estimate(of.config, MemoryInputs(setup, (setup,) * len(of.config.teachers), machine, through_host=through_host))
+        estimate(
+            job.config, MemoryInputs(setup, (setup,) * len(job.config.teachers), machine, through_host=through_host)
+        )
         for through_host in (False, True)
     )
-    positions, teachers = of.config.train.longest_at_a_time(1) * LENGTH, len(of.config.teachers)
-    buffers, copies = teachers * of.parts()["over"], teachers * 4 * HIDDEN * (positions + VOCAB)
+    positions, teachers = job.config.train.longest_at_a_time(1) * LENGTH, len(job.config.teachers)
+    buffers, copies = teachers * job.parts()["over"], teachers * 4 * HIDDEN * (positions + VOCAB)
     device, host = (far.memories[i].total(Phase.LOSS) - near.memories[i].total(Phase.LOSS) for i in range(2))
     assert (device, host) == (copies - buffers, buffers)
