@@ -360,16 +360,6 @@ def test_the_students_weights_count_once_and_their_average_in_fp32(sizes: list[M
     assert away.total(Phase.TEACHERS) >= live.total(Phase.TEACHERS)
 
 
-def test_more_ranks_hold_less(sizes: list[ModelSize]) -> None:
-    """Bugs: parameters or optimizer that are not sharded; a microbatch that is."""
-    config = configure()
-    one, four = (estimate(config, memory_inputs(sizes, gib=80, ranks=ranks)) for ranks in (1, 4))
-    for name in ("student: parameters", "student: optimizer", f"{config.teachers[0].name}: parameters"):
-        assert total(one, name, Phase.TEACHERS) == 4 * total(four, name, Phase.TEACHERS)
-    for name in ("student: gradients of hidden states and head", f"{config.teachers[0].name}: head handed over"):
-        assert total(one, name, Phase.LOSS) == total(four, name, Phase.LOSS)
-
-
 # The report
 
 

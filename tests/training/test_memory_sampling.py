@@ -107,6 +107,7 @@ ANSWERS = {
     "logits in bf16, warped": Case(MANY_LOGITS, 12, 6, 3, WORK, WARPED),
     "parameters": Case(MANY_PARAMETERS, 2, 8, 3, GATHERED),
 }
+TWO_RANKS = (Layout(2), Layout(1, 1, 2))
 
 
 def memory_inputs(
@@ -134,25 +135,24 @@ def requests_of(case: Case, rows: int) -> list[Request]:
     return [Request(np.ones(case.prompt - row % 2, np.int32), case.new, seed=row) for row in range(rows)]
 
 
-def rollout_config(case: Case, *more: str) -> RunConfig:
-    """Return settings of the student alone."""
-    config = compose(
-        "student=demo",
-        "evaluation=null",
-        f"train.global_batch_size={case.rows}",
-        "train.micro_batch_size=1",
+def sampling_config(model: str, folder: Path, case: Case, tp: int = 1) -> RunConfig:
+    """Return settings of the student alone, which samples rollouts, or with the teacher that answers."""
+    shared = (
+        f"{model}.model={folder}",
+        f"{model}.parallelism.tp={tp}",
         f"train.max_length={case.prompt + case.new}",
-        "rollout.n=1",
         f"rollout.max_new_tokens={case.new}",
         *case.settings,
-        *more,
-        config_name="on_policy_demo",
     )
+    if model != "student":
+        return compose(*shared, f"evaluation.teacher_batch_size={case.rows}", config_name="on_policy_demo")
+    batch = (f"train.global_batch_size={case.rows}", "train.micro_batch_size=1", "rollout.n=1")
+    config = compose("student=demo", "evaluation=null", *batch, *shared, config_name="on_policy_demo")
     return config.model_copy(update={"teachers": ()})
 
 
 def rollout_peak(case: Case, config: RunConfig, requests: Sequence[Request] = ()) -> int:
-    """Return the most bytes in a student worker while it samples from the longest prompts; no sequence ends early."""
+    """Return the most bytes in a student worker while it samples; no sequence ends early."""
     rollout = config.rollout
     assert rollout is not None
     student = StudentWorker(
@@ -172,17 +172,6 @@ def rollout_peak(case: Case, config: RunConfig, requests: Sequence[Request] = ()
         student.generate(requests or requests_of(case, rows), sampling, 0, batch.limit)
     student.close()
     return live.peak
-
-
-def answer_config(case: Case, *more: str) -> RunConfig:
-    return compose(
-        f"train.max_length={case.prompt + case.new}",
-        f"rollout.max_new_tokens={case.new}",
-        f"evaluation.teacher_batch_size={case.rows}",
-        *case.settings,
-        *more,
-        config_name="on_policy_demo",
-    )
 
 
 def answer_peak(case: Case, config: RunConfig) -> int:
@@ -211,75 +200,48 @@ def sampling_parts(memory: Memory, owner: str, phase: Phase) -> dict[str, int]:
     return {part.name: part.at(phase) for part in parts if not part.name.endswith("handed over")}
 
 
-def largest_part(parts: dict[str, int]) -> str:
-    return max(parts.keys() - {"parameters"}, key=parts.__getitem__)
-
-
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[int]:
     with as_rank(0, request.param):
         yield request.param
 
 
-@pytest.mark.parametrize("world", [1], indirect=True)
-@pytest.mark.parametrize("name", ROLLOUTS)
-def test_a_rollout_holds_the_estimated_bytes(name: str, world: int, tiny: Tiny, tmp_path: Path) -> None:
-    """Bugs: prompts' logits at all positions; a cache that grows in place; logits of one dtype; a window's cache that
-    keeps all tokens. Each part is the largest in one of the cases.
-    """
-    case = ROLLOUTS[name]
-    config = rollout_config(case, f"student.model={saved(case.config, tmp_path, tiny)}")
-    (memory,) = estimate(config, memory_inputs(config, case.config, Layout(world))).memories
-    parts = sampling_parts(memory, "student", Phase.ROLLOUT)
-
-    assert largest_part(parts) == case.dominant
-    assert sum(parts.values()) == pytest.approx(rollout_peak(case, config), rel=WITHIN)
-
-
-@pytest.mark.parametrize("world", [2], indirect=True)
-@pytest.mark.parametrize("layout", [Layout(2), Layout(1, 1, 2)], ids=str)
-@pytest.mark.parametrize("name", ["the cache", "parameters"])
-def test_parallel_ranks_hold_the_estimated_bytes(
-    name: str, layout: Layout, world: int, tiny: Tiny, tmp_path: Path
-) -> None:
-    """Bugs: shards that FSDP2 does not gather; tensor-parallel ranks with the keys and values of all heads."""
-    case = ROLLOUTS[name]
-    folder = saved(case.config, tmp_path, tiny)
-    config = rollout_config(case, f"student.model={folder}", f"student.parallelism.tp={layout.tp}")
-    (memory,) = estimate(config, memory_inputs(config, case.config, layout)).memories
-    parts = sampling_parts(memory, "student", Phase.ROLLOUT)
-
-    assert sum(parts.values()) == pytest.approx(rollout_peak(case, config), rel=WITHIN)
-
-
 @pytest.mark.parametrize(
-    ("name", "world", "layout"),
+    ("model", "name", "world", "layout"),
     [
-        ("the cache", 1, Layout(1)),
-        ("logits in bf16, warped", 1, Layout(1)),
-        ("parameters", 2, Layout(2)),
-        ("parameters", 2, Layout(1, 1, 2)),
+        *[("student", name, 1, Layout(1)) for name in ROLLOUTS],
+        *[("student", name, 2, layout) for name in ("the cache", "parameters") for layout in TWO_RANKS],
+        *[("teachers.0", name, 1, Layout(1)) for name in ("the cache", "logits in bf16, warped")],
+        *[("teachers.0", "parameters", 2, layout) for layout in TWO_RANKS],
     ],
     ids=str,
     indirect=["world"],
 )
-def test_answers_hold_the_estimated_bytes(name: str, layout: Layout, world: int, tiny: Tiny, tmp_path: Path) -> None:
-    """Bugs: a teacher whose shards are not gathered, the student's dtype or batch, all questions in one batch."""
-    case = ANSWERS[name]
-    folder = saved(case.config, tmp_path, tiny)
-    config = answer_config(case, f"teachers.0.model={folder}", f"teachers.0.parallelism.tp={layout.tp}")
-    (memory,) = estimate(config, memory_inputs(config, case.config, layout)).memories
-    parts = sampling_parts(memory, "same", Phase.ANSWERS)
+def test_sampling_holds_the_estimated_bytes(
+    model: str, name: str, world: int, layout: Layout, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Bugs: prompts' logits at all positions; a cache that grows in place; logits of one dtype; a window's cache that
+    keeps all tokens; shards that are not gathered; tensor-parallel ranks with the keys and values of all heads; a
+    teacher with the student's dtype or batch, or with all questions in one batch.
 
-    assert largest_part(parts) == case.dominant
-    assert sum(parts.values()) == pytest.approx(answer_peak(case, config), rel=WITHIN)
+    Each part is the largest in one of the cases.
+    """
+    is_rollout = model == "student"
+    case = (ROLLOUTS if is_rollout else ANSWERS)[name]
+    config = sampling_config(model, saved(case.config, tmp_path, tiny), case, layout.tp)
+    (memory,) = estimate(config, memory_inputs(config, case.config, layout)).memories
+    parts = sampling_parts(memory, *(("student", Phase.ROLLOUT) if is_rollout else ("same", Phase.ANSWERS)))
+
+    assert max(parts.keys() - {"parameters"}, key=parts.__getitem__) == case.dominant
+    peak = rollout_peak(case, config) if is_rollout else answer_peak(case, config)
+    assert sum(parts.values()) == pytest.approx(peak, rel=WITHIN)
 
 
 @pytest.mark.parametrize("world", [1], indirect=True)
 def test_a_benchmarks_longest_question_is_counted(world: int, tiny: Tiny, tmp_path: Path) -> None:
     """Bug: as many long questions in a batch as rollouts, or no estimate for a question longer than a whole batch."""
     case, longest = ROLLOUTS["the cache"], 900
-    config = rollout_config(case, f"student.model={saved(case.config, tmp_path, tiny)}")
+    config = sampling_config("student", saved(case.config, tmp_path, tiny), case)
     inputs = memory_inputs(config, case.config, Layout(world))
     with_benchmark = replace(inputs, student=replace(inputs.student, longest_question=longest))
     short, counted = (

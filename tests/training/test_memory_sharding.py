@@ -81,7 +81,7 @@ def gathered(config: RunConfig, inputs: MemoryInputs) -> list[str]:
 
 
 def test_models_have_a_copy_on_every_node_if_all_fit(inputs: MemoryInputs) -> None:
-    """Bugs: copies for which the run no longer fits or is offloaded; layouts with other copies than the settings."""
+    """Bugs: copies that make a run too large or offload it; layouts with other copies than the settings."""
     config = configure()
     peak = estimate(config, with_copies(inputs, 2, 2, 2)).memories[0].peak
     assert copies(config, on(inputs, SLACK * peak / USABLE + 1)) == ([2, 2, 2], [2, 2, 2])
@@ -108,7 +108,7 @@ def test_a_copy_is_on_one_node(inputs: MemoryInputs) -> None:
 
 
 def test_weights_stay_gathered_if_they_fit_easily(inputs: MemoryInputs) -> None:
-    """Bugs: gathered weights for which the run no longer fits or is offloaded."""
+    """Bug: gathered weights make a run too large or offload it."""
     weights = [f"{key(model)}=false" for model in MODELS]
     for overrides, expected in (((*weights, f"{ONCE}=false"), [*MODELS, ONCE]), (weights, MODELS)):
         peak = estimate(configure(*overrides), inputs).memories[0].peak

@@ -131,7 +131,7 @@ def test_a_signal_to_the_group_ends_a_run_after_its_step_with_a_checkpoint(inter
 
 
 def test_teachers_work_while_the_student_trains(interrupted: Run) -> None:
-    """Bug: teachers wait for the student. The time that they hide is SLOW_S, in which the student sleeps.
+    """Bug: teachers wait for the student. They can hide SLOW_S, the time that the student sleeps.
 
     On a busy machine they may start late, so the median of the steps has to hide a quarter of it.
     """
