@@ -1,4 +1,4 @@
-"""Runs that several tests look at: each starts Ray, which takes seconds."""
+"""Runs and Ray nodes that several tests share, since starting Ray takes seconds."""
 
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
@@ -55,7 +55,7 @@ def nodes() -> "Iterator[Nodes]":
     from ray.cluster_utils import Cluster as Nodes
 
     processes.context()
-    forkserver.ensure_running()  # which outlives the nodes
+    forkserver.ensure_running()  # it outlives the nodes
     children = set(psutil.Process().children(recursive=True))
     nodes = Nodes(initialize_head=True, head_node_args=HEAD)
     nodes.add_node(num_cpus=CPUS)

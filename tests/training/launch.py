@@ -61,7 +61,7 @@ class Run:
         return sorted(entry.name for entry in (self.output_dir / "checkpoints").iterdir())
 
     def processes(self) -> list[psutil.Process]:
-        """All living processes of the run, the driver included."""
+        """Return all living processes of the run, the driver included."""
         living = []
         for process in psutil.process_iter():
             try:
@@ -80,11 +80,11 @@ class Run:
         return process.environ().get(MARK) == self.mark or os.getsid(process.pid) in self.sessions
 
     def workers(self) -> list[psutil.Process]:
-        """The Ray actors, which the kernel knows by their class."""
+        """Return the Ray actors, which have their class as process title."""
         return [process for process in self.processes() if "RankActor" in self.seen[process.pid]]
 
     def wait_for_step(self, step: int) -> None:
-        """Returns as soon as metrics.jsonl has the record of a step; a run that does not get there is killed."""
+        """Wait until metrics.jsonl has the record of a step; kill a run that does not get there."""
         file = self.output_dir / "metrics.jsonl"
 
         self._wait_until(
@@ -92,11 +92,11 @@ class Run:
         )
 
     def wait_for_workers(self) -> None:
-        """Returns as soon as the first worker has started, which then loads its model."""
+        """Wait until the first worker has started, which then loads its model."""
         self._wait_until(lambda: bool(self.workers()), "first worker")
 
     def wait_for_hang(self) -> int:
-        """Returns as soon as the student of faulty_workers.py hangs: its process id."""
+        """Wait until the student of faulty_workers.py hangs; return its process id."""
         file = hanging(self.output_dir, self.mark)
         self._wait_until(lambda: file.exists() and bool(file.read_text()), "hanging student")
         return int(file.read_text())
@@ -120,7 +120,7 @@ class Run:
             raise
 
     def end(self) -> int:
-        """Wait for the driver to end by itself: its exit status."""
+        """Wait for the driver to end by itself; return its exit status."""
         try:
             self.process.wait(ENOUGH_S)
         except subprocess.TimeoutExpired:

@@ -111,7 +111,7 @@ def test_a_metric_that_is_never_measured_is_refused_with_the_nearest(tiny: Tiny,
 
 @pytest.mark.world
 def test_best_checkpoints_of_runs(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bugs: best checkpoints are removed, or a run that ends for lack of time and resumes has other ones.
+    """Bugs: best checkpoints are removed, or change if the run ends at its time limit and is resumed.
 
     The best step by the largest loss is the first.
     """

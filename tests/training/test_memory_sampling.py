@@ -49,7 +49,7 @@ from tests.training.live_bytes import LiveBytes
 from tests.training.test_memory import printed
 
 WITHIN = 0.15
-"""Not in the estimate: masks, rotated copies, and what FSDP2 copies out while it gathers the whole model."""
+"""Not in the estimate: masks, rotated copies, and FSDP2's temporary copies while it gathers the whole model."""
 
 
 def shape(width: int, **settings: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A whole run whose student takes turns with an environment, and samples on a server beside the update."""
+"""A run whose student takes turns with an environment, and samples on a server while it trains."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ PLANTED = "planted-key-0f6d9a"
 
 @pytest.fixture(scope="module")
 def stopped(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Ended by an alarm: the fake server's log-probabilities are not the student's."""
+    """A run that an alarm ended, since the fake server's log-probabilities are not the student's."""
     folder = tmp_path_factory.mktemp("server")
     (folder / "student.jinja").write_text(STUDENT)
     (folder / "teacher.jinja").write_text(TEACHER)

@@ -112,7 +112,7 @@ def test_checkpoint_and_final_load_with_transformers(reference: Run, tiny: Tiny)
 
 
 def test_config_is_resolved(reference: Run) -> None:
-    """Test_resume checks that config.yaml repeats the run."""
+    """Bug: config.yaml lacks defaults. That it repeats the run is checked in test_resume."""
     config = from_yaml(reference.output_dir / "config.yaml")
     assert config.train.max_steps == STEPS
     assert config.run.output_dir == reference.output_dir
