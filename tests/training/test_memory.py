@@ -73,13 +73,6 @@ def configure(*overrides: str) -> RunConfig:
     return config
 
 
-def with_train_setting(override: str) -> RunConfig:
-    """Return `configure` with this setting of microbatches, also a second one, which composition refuses."""
-    config = configure()
-    name, _, value = override.removeprefix("train.").partition("=")
-    return config.model_copy(update={"train": config.train.model_copy(update={name: int(value)})})
-
-
 def memory_inputs(sizes: list[ModelSize], *, gib: float | None, device: str = "cuda", ranks: int = 1) -> MemoryInputs:
     student, *teachers = (ModelSetup(size, size.vocab_size, Layout(ranks)) for size in sizes)
     machine = Machine(device, None if gib is None else int(gib * GIB), 256 * GIB, ranks)
@@ -123,14 +116,14 @@ def test_as_little_is_offloaded_as_fits(sizes: list[ModelSize]) -> None:
         assert estimated in [estimate(settled, replace(inputs, small_blocks=are_small)) for are_small in (False, True)]
 
 
-@pytest.mark.parametrize("override", ["train.micro_batch_tokens=1000000000", "train.micro_batch_size=64"])
-def test_a_microbatch_has_at_most_a_ranks_rows_of_a_batch(sizes: list[ModelSize], override: str) -> None:
+@pytest.mark.parametrize("setting", [{"micro_batch_tokens": 10**9}, {"micro_batch_size": 64}], ids=str)
+def test_a_microbatch_has_at_most_a_ranks_rows_of_a_batch(sizes: list[ModelSize], setting: dict[str, int]) -> None:
     """Bug: weights are offloaded or the run is refused because of rows that no batch has."""
-    inputs = memory_inputs(sizes, gib=None, ranks=2)
-    all_at_once = configure("train.micro_batch_size=8")
-    expected = estimate(all_at_once, inputs).memories[0].peak
-    assert estimate(with_train_setting(override), inputs).memories[0].peak == expected
-    assert expected > estimate(configure(), inputs).memories[0].peak
+    inputs, config = memory_inputs(sizes, gib=None, ranks=2), configure()
+    large = config.model_copy(update={"train": config.train.model_copy(update=setting)})
+    expected = estimate(configure("train.micro_batch_size=8"), inputs).memories[0].peak
+    assert estimate(large, inputs).memories[0].peak == expected
+    assert expected > estimate(config, inputs).memories[0].peak
 
 
 def test_small_blocks_come_before_offloading(sizes: list[ModelSize]) -> None:
