@@ -91,7 +91,7 @@ def rows_of(lengths: list[int], scored: list[int]) -> TokenRows:
     return TokenRows(zeros, torch.tensor(lengths), mask, zeros.int())
 
 
-def test_a_steps_mfu_is_its_work_over_what_all_devices_could_do() -> None:
+def test_mfu_is_the_work_of_a_step_over_the_peak_of_all_devices() -> None:
     student, teacher = (model_size(LlamaConfig(**SHAPE | {"hidden_size": width})) for width in (32, 64))
     batch = Batch(rows_of([10, 8], [9, 7]), (TeacherRows(rows_of([12, 9], [4, 3]), None),))
     work = training_flops(student, [10, 8]).total + forward_flops(teacher, [12, 9], 4 + 3).total

@@ -13,7 +13,7 @@ from tests.training.launch import run_here
 pytestmark = pytest.mark.world
 
 
-def test_quantised_teachers_say_what_their_plain_weights_say(
+def test_quantised_teachers_give_the_kd_of_their_plain_weights(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bugs: a head larger than the tokenizer; a model that is loaded in another layout than planned; an image tower

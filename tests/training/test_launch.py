@@ -47,7 +47,7 @@ def test_a_gpu_that_takes_one_process_is_refused_to_two() -> None:
 
 
 @pytest.mark.usefixtures("exclusive")
-def test_one_process_on_each_may_have_it() -> None:
+def test_one_process_per_gpu_is_allowed() -> None:
     require_shared_gpus(config(), "cuda", APART)
     require_shared_gpus(config(launcher="local"), "cuda", TWO_ON_EACH)
     require_shared_gpus(config(), "cpu", TWO_ON_EACH)
@@ -61,7 +61,7 @@ def test_a_server_is_a_process_too() -> None:
             require_shared_gpus(config(ServerRollout(), launcher=launcher), "cuda", placement)
 
 
-def test_without_the_drivers_tool_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvidia_smi_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     require_shared_gpus(config(), "cuda", TWO_ON_EACH)
 

@@ -255,7 +255,7 @@ def test_offloading_leaves_only_buffers_on_the_device(sizes: list[ModelSize]) ->
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("offload", [True, False])
-def test_no_phase_is_below_its_states(sizes: list[ModelSize], offload: bool, ranks: int) -> None:
+def test_every_phase_holds_at_least_weights_and_optimizer(sizes: list[ModelSize], offload: bool, ranks: int) -> None:
     """Compares with plain sums: a weight takes 4 bytes in the student, 8 in AdamW, 4 as gradient, 2 in a teacher."""
     config = with_offloads(configure(), offload, offload, offload)
     gpu, host = estimate(config, memory_inputs(sizes, gib=80, ranks=ranks)).memories

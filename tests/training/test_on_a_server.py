@@ -94,7 +94,7 @@ def test_an_alarm_saves_and_ends_the_run(stopped: Run) -> None:
     assert "run.resume=auto" in stopped.last_line
 
 
-def test_a_planted_key_is_nowhere(stopped: Run) -> None:
+def test_a_secret_is_in_no_file_output_or_command(stopped: Run) -> None:
     """Bug: a secret in a file that is kept or sent to a tracker, in a log, or in a command line, which `ps` shows."""
     files = [file for file in stopped.output_dir.parent.rglob("*") if file.is_file()]
     assert {"config.yaml", "server.log", "metrics.jsonl", "provenance.json"} <= {file.name for file in files}

@@ -45,9 +45,7 @@ def test_a_second_run_is_refused_with_the_pid_and_host_of_the_first_until_that_o
     assert list(folder.iterdir()) == []
 
 
-def test_a_file_that_was_removed_by_its_leaving_holder_is_not_what_is_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_its_holder_removed_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: two runs hold locks on two files with the same name."""
     (tmp_path / LOCK_NAME).touch()
     is_there, looks = RunLock._is_there, []

@@ -87,7 +87,7 @@ def refusal(kind: type[OPDError], questions: Callable[[], LoadedSet]) -> str:
     return str(caught.value)
 
 
-def test_a_teacher_without_a_chat_template_is_refused_where_it_is_asked(asking: Asking) -> None:
+def test_a_teacher_without_a_chat_template_is_refused_if_it_is_asked(asking: Asking) -> None:
     message = refusal(AlignmentError, asking.questions)
 
     assert message.startswith("teachers.0 (same) cannot be asked the questions of evaluation.data: tokenizer ")

@@ -43,7 +43,7 @@ def results_in(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.world
-def test_ranks_find_what_one_process_does(tmp_path: Path) -> None:
+def test_ranks_give_the_results_of_one_process(tmp_path: Path) -> None:
     """Bug: answers gathered in another order, or tensor-parallel ranks that end a sequence at different tokens."""
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     more = {"benchmarks": [{"task": "next_line", "limit": 7}], "task_folder": "demo:tasks"}
@@ -73,6 +73,6 @@ def test_ranks_that_cannot_be_started_are_refused(settings: dict[str, Any], mess
         evaluated(config(tmp_path / "out", **settings))
 
 
-def test_a_server_has_ranks_of_its_own() -> None:
+def test_parallelism_is_refused_with_a_server() -> None:
     with pytest.raises(ConfigError, match=r"parallelism: with rollout\.type=server a server with its own ranks"):
         config(Path("x"), parallelism={"tp": 2}, rollout={"type": "server"})
