@@ -5,7 +5,7 @@ from nemo_opd.config import RunConfig
 
 
 def test_a_key_has_the_same_decision_in_every_kind_of_a_section() -> None:
-    """Catches a field marked in one type of a section only: keys are compared without the type of their section."""
+    """Bug: a field is free in one type of a section only; keys are compared without their section's type."""
     bound = {key for key, is_free in fields(RunConfig) if not is_free}
 
     assert len(bound) > 100  # the walk itself works
@@ -13,7 +13,7 @@ def test_a_key_has_the_same_decision_in_every_kind_of_a_section() -> None:
 
 
 def test_settings_that_results_depend_on_are_bound() -> None:
-    """Catches a section marked in full although results depend on some of it."""
+    """Bug: a section is free in full although results depend on some of its fields."""
     bound = {key for key, is_free in fields(RunConfig) if not is_free}
 
     assert {"run.seed", "train.global_batch_size", "student.optimizer.lr", "student.lora.rank"} <= bound
@@ -22,7 +22,7 @@ def test_settings_that_results_depend_on_are_bound() -> None:
 
 
 def test_settings_of_operation_are_free() -> None:
-    """Catches a run that cannot be continued on another machine, or with another server."""
+    """Bug: a run cannot be continued on another machine or with another server."""
     for key in ("url", "command", "options", "concurrency", "retries", "request_timeout_s", "start_timeout_s"):
         assert f"rollout.{key}" in FREE_KEYS
     assert {"evaluation", "health", "logging", "cluster", "student.parallelism", "data.validation"} <= FREE_KEYS

@@ -56,7 +56,7 @@ BOUND = {
 
 
 @pytest.fixture(scope="module")
-def before() -> RunConfig:
+def base() -> RunConfig:
     return compose("run.output_dir=/run")
 
 
@@ -77,31 +77,33 @@ def keys_that_differ(a: RunConfig, b: RunConfig) -> set[str]:
 
 
 @pytest.mark.parametrize("override", FREE)
-def test_speed_placement_reporting_and_length_may_change(override: str, before: RunConfig) -> None:
-    after = changed(before, override)
+def test_speed_placement_reporting_and_length_may_change(override: str, base: RunConfig) -> None:
+    changed_config = changed(base, override)
 
-    assert keys_that_differ(before, after) == FREE[override]  # the override did something
-    require_same_run(identity(before), identity(after), "step_000001")
+    assert keys_that_differ(base, changed_config) == FREE[override]  # the override did something
+    require_same_run(identity(base), identity(changed_config), "step_000001")
 
 
 @pytest.mark.parametrize("override", BOUND)
-def test_what_is_learned_may_not(override: str, before: RunConfig) -> None:
-    after = changed(before, override)
+def test_what_is_learned_may_not(override: str, base: RunConfig) -> None:
+    changed_config = changed(base, override)
     (key,) = BOUND[override]
 
-    assert keys_that_differ(before, after) == {key}
+    assert keys_that_differ(base, changed_config) == {key}
     with pytest.raises(CheckpointError) as caught:
-        require_same_run(identity(before), identity(after), "step_000001")
+        require_same_run(identity(base), identity(changed_config), "step_000001")
     message = str(caught.value)
-    assert message.startswith(f"step_000001 is a checkpoint of another run: {key}={identity(after)[key]!r}, there ")
-    assert repr(identity(before)[key]) in message
+    assert message.startswith(
+        f"step_000001 is a checkpoint of another run: {key}={identity(changed_config)[key]!r}, there "
+    )
+    assert repr(identity(base)[key]) in message
     assert message.endswith("restore these settings, or start anew with another run.output_dir")
 
 
-def test_every_setting_is_on_one_of_the_two_sides(before: RunConfig) -> None:
-    """The decisions of single fields come out as whole sections where that is meant."""
-    everything = dict(flatten(before.model_dump(mode="json")))
-    free = everything.keys() - identity(before).keys()
+def test_every_setting_is_on_one_of_the_two_sides(base: RunConfig) -> None:
+    """Catches a field of another section that became free, and a field of a free section that became bound."""
+    everything = dict(flatten(base.model_dump(mode="json")))
+    free = everything.keys() - identity(base).keys()
 
     touched = {key.split(".")[0] for key in free}
     assert touched == {
@@ -120,16 +122,16 @@ def test_every_setting_is_on_one_of_the_two_sides(before: RunConfig) -> None:
     assert not any(key.startswith(("loss.", "aggregation.", "student.optimizer.")) for key in free)
 
 
-def test_another_number_of_teachers_is_another_run(before: RunConfig) -> None:
+def test_another_number_of_teachers_is_another_run(base: RunConfig) -> None:
     with pytest.raises(CheckpointError, match=r"and \d+ more; restore these settings"):
-        require_same_run(identity(before), identity(compose("teachers=demo_single")), "step_000001")
+        require_same_run(identity(base), identity(compose("teachers=demo_single")), "step_000001")
 
 
 def test_how_samples_are_obtained_and_judged_may_change() -> None:
-    """A server that is restarted elsewhere, or an evaluation that is added, is no reason to lose a run."""
+    """Bug: a run cannot go on after its server moved or an evaluation was added."""
     server = ("rollout=server", "rollout.staleness=1")
-    before = compose(*server, config_name="on_policy_demo")
-    after = compose(
+    saved_config = compose(*server, config_name="on_policy_demo")
+    current = compose(
         *server,
         "rollout.url=http://other:8000",
         "rollout.concurrency=7",
@@ -141,25 +143,25 @@ def test_how_samples_are_obtained_and_judged_may_change() -> None:
         "logging.console.interval_s=1",
         config_name="on_policy_demo",
     )
-    require_same_run(identity(before), identity(after), "step_000001")
-    stored_by_an_older_version = dict(flatten(before.model_dump(mode="json", exclude={"data": {"packing"}})))
-    require_same_run(stored_by_an_older_version, identity(after), "step_000001")
+    require_same_run(identity(saved_config), identity(current), "step_000001")
+    older_settings = dict(flatten(saved_config.model_dump(mode="json", exclude={"data": {"packing"}})))
+    require_same_run(older_settings, identity(current), "step_000001")
 
-    other = compose(*server, "rollout.temperature=0.5", "rollout.program=sglang", config_name="on_policy_demo")
+    other_policy = compose(*server, "rollout.temperature=0.5", "rollout.program=sglang", config_name="on_policy_demo")
     with pytest.raises(CheckpointError, match=r"rollout\.program='sglang', there 'vllm'; rollout\.temperature=0\.5"):
-        require_same_run(identity(before), identity(other), "step_000001")
+        require_same_run(identity(saved_config), identity(other_policy), "step_000001")
 
 
 def test_it_survives_the_file() -> None:
-    """What is read back from JSON must equal what this version computes, tuples and floats included."""
-    own = identity(compose("student.optimizer.lr=3.3e-7", "student.optimizer.betas=[0.9,0.98]"))
+    """Bug: settings read back from JSON differ from the computed ones in a tuple or a float."""
+    settings = identity(compose("student.optimizer.lr=3.3e-7", "student.optimizer.betas=[0.9,0.98]"))
 
-    assert json.loads(json.dumps(own)) == own
+    assert json.loads(json.dumps(settings)) == settings
 
 
-def test_a_setting_that_is_new_and_off_is_no_difference(before: RunConfig) -> None:
-    """A checkpoint of an older version lacks the key."""
-    current = identity(before)
+def test_a_setting_that_is_new_and_off_is_no_difference(base: RunConfig) -> None:
+    """Bug: a key that an older version's checkpoint lacks ends the run although it is off."""
+    current = identity(base)
     saved = {key: value for key, value in current.items() if key != "student.tokenizer"}
 
     assert current["student.tokenizer"] is None
@@ -171,25 +173,25 @@ def save(checkpoints: CheckpointManager, step: int, config: RunConfig) -> None:
         pass
 
 
-def test_a_checkpoint_from_before_rows_of_documents_is_one_without_them(before: RunConfig) -> None:
-    saved = {key: value for key, value in identity(before).items() if key != "data.packing"}
-    without = before.model_copy(update={"data": before.data.model_copy(update={"packing": False})})
+def test_a_checkpoint_from_before_rows_of_documents_is_one_without_them(base: RunConfig) -> None:
+    saved = {key: value for key, value in identity(base).items() if key != "data.packing"}
+    without = base.model_copy(update={"data": base.data.model_copy(update={"packing": False})})
     require_same_run(saved, identity(without), "step_000005")
     with pytest.raises(CheckpointError, match=r"data.packing=True, there False"):
-        require_same_run(saved, identity(before), "step_000005")
+        require_same_run(saved, identity(base), "step_000005")
     sampled = identity(compose(config_name="on_policy_demo"))
     require_same_run({key: value for key, value in sampled.items() if key != "data.packing"}, sampled, "step_000005")
 
 
-def test_the_newest_of_the_same_run_is_found(tmp_path: Path, before: RunConfig) -> None:
+def test_the_newest_of_the_same_run_is_found(tmp_path: Path, base: RunConfig) -> None:
     checkpoints = CheckpointManager(tmp_path / CHECKPOINTS, keep_last=5)
     resumed = ("run.resume=auto", f"run.output_dir={tmp_path}")
     assert progress_to_resume(compose(*resumed), tmp_path) is None
-    save(checkpoints, 3, before)
-    save(checkpoints, 12, before)
+    save(checkpoints, 3, base)
+    save(checkpoints, 12, base)
 
-    found = progress_to_resume(compose("train.max_steps=900", *resumed), tmp_path)
-    assert found is not None
-    assert found.progress.step == 12
+    newest = progress_to_resume(compose("train.max_steps=900", *resumed), tmp_path)
+    assert newest is not None
+    assert newest.progress.step == 12
     with pytest.raises(CheckpointError, match=r"step_000012 is a checkpoint of another run: run\.seed=5, there 0"):
         progress_to_resume(compose("run.seed=5", *resumed), tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent, found again, and kept in number."""
+"""Checkpoints are complete or absent, the newest is found, and only `keep_last` stay."""
 
 import hashlib
 import multiprocessing
@@ -19,7 +19,7 @@ def progress(step: int) -> Progress:
     return Progress(
         step=step,
         loader={"num_batches": step, "seed": 7},
-        kd_scale={"ce": 0.1 + 0.2, "kd": 1 / 3},  # no short decimals: they must come back to the last bit
+        kd_scale={"ce": 0.1 + 0.2, "kd": 1 / 3},  # long decimals, which must come back bit for bit
         skipped_steps={"total": 4, "in_a_row": 0},
         bits_per_byte={"val/bits_per_byte": 1.5},
         settings={"run.seed": 7, "student.optimizer.betas.0": 0.9, "run.output_dir": None},
@@ -94,7 +94,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_after_steps_that_were_not_taken_older_ones_stay(tmp_path: Path) -> None:
-    """Bug: a student that has diverged, whose weights are still finite, takes the place of the last good one."""
+    """Bug: the checkpoint of a diverged student with finite weights replaces the last good one."""
     manager = CheckpointManager(tmp_path, keep_last=1)
     write(manager, 1)
     for step in (2, 3):
@@ -107,7 +107,7 @@ def test_after_steps_that_were_not_taken_older_ones_stay(tmp_path: Path) -> None
 
 
 def test_steps_are_numbers_and_not_names(tmp_path: Path) -> None:
-    """By name, step_1000000 would go before step_999999 and be removed as the older one."""
+    """Bug: sorted by name, step_1000000 comes before step_999999 and is removed as older."""
     manager = CheckpointManager(tmp_path, keep_last=1)
     write(manager, 999_999)
     write(manager, 1_000_000)
@@ -127,7 +127,7 @@ def test_a_step_is_written_again(tmp_path: Path) -> None:
 
 
 def test_a_step_that_cannot_be_removed_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a file in use on NFS ended the run, with half of the old checkpoint and without the new one."""
+    """Bug: a file in use on NFS ends the run with half of the old checkpoint and none of the new one."""
     manager = CheckpointManager(tmp_path, keep_last=2)
     write(manager, 3)
     with monkeypatch.context() as busy:
@@ -161,7 +161,7 @@ def test_other_entries_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.world
 def test_what_a_killed_run_left_is_no_checkpoint(tmp_path: Path) -> None:
-    """SIGKILL runs no clean-up, so the folder's name alone must say that it is not whole."""
+    """Bug: a half-written checkpoint counts as complete after SIGKILL, which runs no clean-up."""
     manager = CheckpointManager(tmp_path, keep_last=3)
     write(manager, 1)
     killed = multiprocessing.get_context("fork").Process(target=die_while_writing, args=(manager,))
@@ -199,7 +199,7 @@ def test_nothing_to_remove_where_nothing_is(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_room_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: hours of writing before the disk is full."""
+    """Bug: a full disk is noticed only after hours of writing."""
     manager = CheckpointManager(tmp_path, keep_last=1)
     write(manager, 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=300))
@@ -225,12 +225,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
         write(manager, step)
     damaged(manager, 4, "flipped")
     (manager.path(3) / "progress.json").unlink()
-    found = manager.newest()
+    newest = manager.newest()
 
-    assert found is not None
-    assert found.progress == progress(2)
-    assert list(found.damaged) == [4, 3]
-    first, second = found.warnings(manager)
+    assert newest is not None
+    assert newest.progress == progress(2)
+    assert list(newest.damaged) == [4, 3]
+    first, second = newest.warnings(manager)
     flipped = hashlib.sha256(b"weifhts").hexdigest()[:16]
     assert first == (
         f"{tmp_path}/step_000004 is damaged: state/rank_0.pt (7 bytes) has the SHA-256 {flipped}…, but "
@@ -241,7 +241,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
 
 
 def test_what_a_file_holds_is_compared_where_asked(tmp_path: Path) -> None:
-    """Before PyTorch is imported sizes must do: hashing takes minutes, and comes once."""
+    """Catches hashing, which takes minutes, with `hashed=False`: then only sizes are compared."""
     manager = CheckpointManager(tmp_path, keep_last=2)
     write(manager, 1)
     damaged(manager, 1, "flipped")
@@ -259,17 +259,17 @@ def test_where_none_is_whole_all_are_told_in_one_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         manager.newest()
 
-    said = str(caught.value)
-    assert said.startswith(
+    message = str(caught.value)
+    assert message.startswith(
         f"no checkpoint in {tmp_path} is complete: {tmp_path}/step_000005 is damaged: state/rank_0.pt "
     )
-    assert said.count("is damaged") == 3
-    assert said.endswith("; and 2 more; copy one there again, or start anew with another run.output_dir")
-    assert "\n" not in said
+    assert message.count("is damaged") == 3
+    assert message.endswith("; and 2 more; copy one there again, or start anew with another run.output_dir")
+    assert "\n" not in message
 
 
 def test_a_damaged_one_is_set_aside_and_not_counted(tmp_path: Path) -> None:
-    """Bug: the damaged checkpoint is the newest by its name, so the next whole ones are removed as older."""
+    """Bug: a damaged checkpoint counts as the newest, so complete ones of earlier steps are removed."""
     manager = CheckpointManager(tmp_path, keep_last=1)
     write(manager, 1)
     write(CheckpointManager(tmp_path, keep_last=2), 9)
@@ -284,16 +284,16 @@ def test_one_of_an_older_version_is_taken_with_a_warning(tmp_path: Path) -> None
     manager = CheckpointManager(tmp_path, keep_last=2)
     (tmp_path / "step_000004").mkdir()
     (tmp_path / "step_000004" / "progress.json").write_text('{"step": 4, "loader": {}, "settings": {}}')
-    found = manager.newest()
+    newest = manager.newest()
 
-    assert found is not None
-    assert found.progress == Progress(4, {}, {})
-    (said,) = found.warnings(manager)
-    assert said.startswith(f"{tmp_path}/step_000004 has no manifest.json, because an older version wrote it")
+    assert newest is not None
+    assert newest.progress == Progress(4, {}, {})
+    (warning,) = newest.warnings(manager)
+    assert warning.startswith(f"{tmp_path}/step_000004 has no manifest.json, because an older version wrote it")
 
 
 def test_one_of_a_newer_version_is_not_taken_for_damaged(tmp_path: Path) -> None:
-    """Bug: whoever goes back one version went on from an older step, and lost the newest by name."""
+    """Bug: after a downgrade the run continues from an older step and renames the newest checkpoint as damaged."""
     manager = CheckpointManager(tmp_path, keep_last=2)
     write(manager, 1)
     write(manager, 2)
@@ -307,7 +307,7 @@ def test_one_of_a_newer_version_is_not_taken_for_damaged(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_removed_is_no_checkpoint_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: files in use on NFS ended a run that had just saved."""
+    """Bug: a file in use on NFS ends a run that has just saved."""
     manager = CheckpointManager(tmp_path, keep_last=1)
     write(manager, 1)
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
@@ -342,7 +342,7 @@ RECORDS = {
 
 @pytest.mark.parametrize("text", RECORDS, ids=lambda text: text[:50])
 def test_a_record_of_another_form_is_refused(text: str, tmp_path: Path) -> None:
-    """Cut, of another version, of another type, or zeros after a power cut: never a resume from half a state."""
+    """Bug: a resume from a record that is cut, of another version or type, or zeros after a power cut."""
     manager = CheckpointManager(tmp_path, keep_last=2)
     (tmp_path / "step_000004").mkdir()
     (tmp_path / "step_000004" / "progress.json").write_text(text)

@@ -1,4 +1,4 @@
-"""Every file of a checkpoint is compared with what was written, and is on the disk before the checkpoint is there."""
+"""Manifests: every file of a checkpoint is checked by size and hash, and synced before the checkpoint gets its name."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from nemo_opd.errors import DamagedError
 from nemo_opd.progress import Work, working
 
 LARGE = bytes(range(256)) * 40_000
-"""Bytes of which several reads are needed."""
+"""Content that takes several reads."""
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_is_not_as_it_was_written_is_named(name: str, sealed: Path) -> None:
-    """Bug: flipped bits are trained on."""
-    damage, said = DAMAGES[name]
+    """Bug: a run continues from flipped bits."""
+    damage, message = DAMAGES[name]
     damage(sealed)
-    with pytest.raises(DamagedError, match=said):
+    with pytest.raises(DamagedError, match=message):
         require_whole(sealed)
 
 
@@ -102,22 +102,22 @@ def test_a_manifest_of_another_form_is_refused(text: str, sealed: Path) -> None:
 
 def test_every_bit_of_a_manifest_counts(sealed: Path) -> None:
     content = (sealed / "manifest.json").read_bytes()
-    whole = json.loads(content)
+    original = json.loads(content)
     for place in range(len(content)):
-        changed = bytearray(content)
-        changed[place] ^= 1
-        (sealed / "manifest.json").write_bytes(changed)
+        edited = bytearray(content)
+        edited[place] ^= 1
+        (sealed / "manifest.json").write_bytes(edited)
         try:
             manifest = read_manifest(sealed)
         except DamagedError:
             continue
-        if json.loads(manifest.model_dump_json()) != whole:
+        if json.loads(manifest.model_dump_json()) != original:
             with pytest.raises(DamagedError):
                 require_whole(sealed)
 
 
 def test_what_is_read_is_counted(sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For those who watch."""
+    """Catches a progress bar with a wrong total."""
     seen: list[Work] = []
 
     @contextmanager
@@ -134,7 +134,7 @@ def test_what_is_read_is_counted(sealed: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_file_that_cannot_be_read_ends_the_others(sealed: Path) -> None:
-    """No thread reads on for minutes behind an error."""
+    """Bug: other threads read on for minutes after an error."""
     manifest = read_manifest(sealed)
     (sealed / "empty").unlink()
     with pytest.raises(FileNotFoundError):
@@ -142,7 +142,7 @@ def test_a_file_that_cannot_be_read_ends_the_others(sealed: Path) -> None:
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: after a power cut the checkpoint is there by its name, and its files are empty."""
+    """Bug: after a power cut the checkpoint exists, but its files are empty."""
     events: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -160,10 +160,10 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: 
         (folder / "state").mkdir()
         (folder / "state" / "shard").write_bytes(b"weights")
 
-    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    before_rename, after_rename = events[: events.index("rename")], events[events.index("rename") + 1 :]
     root = "checkpoints/.incomplete_step_000001"
     files = {f"{root}/{name}" for name in ("state/shard", "progress.json", "manifest.json")}
-    assert files <= set(before)
-    assert before.index(f"{root}/state") > before.index(f"{root}/state/shard")
-    assert before[-1] == root
-    assert after == ["checkpoints"]
+    assert files <= set(before_rename)
+    assert before_rename.index(f"{root}/state") > before_rename.index(f"{root}/state/shard")
+    assert before_rename[-1] == root
+    assert after_rename == ["checkpoints"]

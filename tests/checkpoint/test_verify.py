@@ -1,4 +1,4 @@
-"""A checkpoint that is not there as it was written is found out before an older one goes."""
+"""A new checkpoint is read back before an older one is removed."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from nemo_opd.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verify") / "step_000001"
     weights = {"first": torch.rand(40, 5), "second": torch.rand(7)}
     dcp.save({"model": weights}, checkpoint_id=folder / "state", no_dist=True)
@@ -27,13 +27,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_is_whole_passes(whole: Path) -> None:
-    require_whole(whole, 1)
-    require_whole_export(whole / "student")
+def test_what_is_whole_passes(checkpoint: Path) -> None:
+    require_whole(checkpoint, 1)
+    require_whole_export(checkpoint / "student")
 
 
 def cut(name: str) -> Callable[[Path], None]:
-    """As a file system leaves it that ran full behind our back."""
+    """Truncate the file, as a full file system may do without an error."""
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 40)
 
 
@@ -54,22 +54,22 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_is_named(whole: Path, damage: str, tmp_path: Path) -> None:
-    """Bug: the newest checkpoint cannot be read, and the one before it was removed to make room."""
-    folder = shutil.copytree(whole, tmp_path / "step_000001")
-    spoil, said = DAMAGES[damage]
+def test_what_is_not_is_named(checkpoint: Path, damage: str, tmp_path: Path) -> None:
+    """Bug: the newest checkpoint is damaged, and the previous one was removed to make room."""
+    folder = shutil.copytree(checkpoint, tmp_path / "step_000001")
+    spoil, message = DAMAGES[damage]
     spoil(folder)
-    with pytest.raises(CheckpointError, match=f"{re.escape(str(folder))} was not written correctly: {said}"):
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(folder))} was not written correctly: {message}"):
         require_whole(folder, 1)
 
 
-def test_a_checkpoint_without_the_files_of_a_rank_is_not_whole(whole: Path) -> None:
+def test_a_checkpoint_without_the_files_of_a_rank_is_not_whole(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state has no rank_00001\.pt"):
-        require_whole(whole, 2)
+        require_whole(checkpoint, 2)
 
 
 def test_a_model_without_one_of_its_shards_is_not_whole(tmp_path: Path) -> None:
-    """Large models are written in several files."""
+    """Bug: a missing file of an export in several files is not noticed."""
     save_file({"first": torch.rand(2)}, tmp_path / "model-1-of-2.safetensors")
     shards = {"first": "model-1-of-2.safetensors", "second": "model-2-of-2.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))

@@ -1,4 +1,4 @@
-"""A server on this machine that takes models as the Hugging Face Hub does, as far as an upload goes."""
+"""A local server that accepts uploads of models as the Hugging Face Hub does."""
 
 import base64
 import json
@@ -15,25 +15,25 @@ TOKEN = "hf_of_a_test"
 
 @dataclass
 class FakeHub:
-    """What it was sent. `refuses`: to make repositories."""
+    """The files that it has received. `refuses`: it answers every request with 403."""
 
     address: str
     refuses: bool = False
     is_private: dict[str, bool] = field(default_factory=dict)
-    """By repository."""
+    """Keyed by repository."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """By path, those of large file storage too."""
+    """Keyed by path; includes the files of large file storage."""
     stored: dict[str, bytes] = field(default_factory=dict)
-    """Large files by hash."""
+    """Large files, keyed by hash."""
     tokens: set[str | None] = field(default_factory=set)
 
     def answer(self, path: str, body: bytes) -> Any:
         if path == "/api/repos/create":
-            asked = json.loads(body)
-            self.is_private[f"{asked['organization']}/{asked['name']}"] = asked["visibility"] == "private"
-            return {"url": f"{self.address}/{asked['organization']}/{asked['name']}"}
+            request = json.loads(body)
+            self.is_private[f"{request['organization']}/{request['name']}"] = request["visibility"] == "private"
+            return {"url": f"{self.address}/{request['organization']}/{request['name']}"}
         if path.endswith("/preupload/main"):
-            files = [each["path"] for each in json.loads(body)["files"]]
+            files = [entry["path"] for entry in json.loads(body)["files"]]
             kinds = {True: "lfs", False: "regular"}
             return {
                 "files": [
@@ -43,8 +43,8 @@ class FakeHub:
             }
         if path.endswith("/objects/batch"):
             objects = json.loads(body)["objects"]
-            upload = {each["oid"]: {"upload": {"href": f"{self.address}/store/{each['oid']}"}} for each in objects}
-            return {"transfer": "basic", "objects": [{**each, "actions": upload[each["oid"]]} for each in objects]}
+            upload = {file["oid"]: {"upload": {"href": f"{self.address}/store/{file['oid']}"}} for file in objects}
+            return {"transfer": "basic", "objects": [{**file, "actions": upload[file["oid"]]} for file in objects]}
         if stored := re.fullmatch(r"/store/(\w+)", path):
             self.stored[stored[1]] = body
             return {}
@@ -53,7 +53,7 @@ class FakeHub:
                 self._commit(line["key"], line["value"])
             repo = path.removeprefix("/api/models/").removesuffix("/commit/main")
             return {"commitUrl": f"{self.address}/{repo}/commit/{'0' * 40}", "commitOid": "0" * 40}
-        return {"errors": [], "warnings": []}  # of a card's front matter
+        return {"errors": [], "warnings": []}  # the validation of a card's front matter
 
     def _commit(self, kind: str, value: dict[str, str]) -> None:
         if kind == "file":

@@ -1,4 +1,4 @@
-"""Tiny configurations of the families of models that transformers has, and folders with random weights of them."""
+"""Tiny configurations of transformers' model families, and folders with random weights for them."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -25,7 +25,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 VOCABULARY = 41
-"""No number of ranks divides it."""
+"""A prime, so no number of ranks divides it."""
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -66,7 +66,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "olmo2, norms of all heads": Olmo2Config(**SIZES, tie_word_embeddings=False),
 }
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8, "tie_word_embeddings": False}
-"""Four experts in each, of which a token is sent to two."""
+"""Four experts in each layer; the router sends a token to two."""
 MIXTURES: dict[str, PretrainedConfig] = {
     "qwen3_moe, and a dense layer": Qwen3MoeConfig(
         **SIZES, **EXPERTS, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=[0]
@@ -102,11 +102,11 @@ MIXTURES: dict[str, PretrainedConfig] = {
 }
 
 MIXED = tuple(MIXTURES)[:4]
-"""Mixtures that can be cut."""
+"""Mixtures that tensor parallelism can cut."""
 
 
 def model_of(family: str, seed: int = 0) -> PreTrainedModel:
-    """With random weights everywhere: biases that start at 0 and norms that start at 1 would hide a missing one."""
+    """Return a model whose weights are all random: biases of 0 and norms of 1 would hide a missing one."""
     model = AutoModelForCausalLM.from_config(
         deepcopy((FAMILIES | MIXTURES)[family])
     ).eval()  # models change their configuration
@@ -120,7 +120,7 @@ def model_of(family: str, seed: int = 0) -> PreTrainedModel:
 
 
 def save(family: str, folder: Path) -> Path:
-    """In several files."""
+    """Save the family's model in several files; return its folder."""
     path = folder / family.split(",")[0]
     model_of(family).save_pretrained(path, max_shard_size="8KB")
     assert len(list(path.glob("*.safetensors"))) > 1

@@ -23,26 +23,26 @@ from tests.models.families import VOCABULARY
 from tests.packings import unpadded
 
 USED = VOCABULARY - 2
-"""The head is wider than the tokenizer."""
+"""Token ids below this occur: the head is wider than the tokenizer."""
 MICRO_BATCH = 3
 IDS = torch.randint(0, USED, (12, 7), generator=torch.Generator().manual_seed(1))
-"""An odd number of tokens in a microbatch, which sequence_parallel has to pad."""
+"""A microbatch has an odd number of tokens, which sequence_parallel must pad."""
 MASKS = {1.0: torch.rand(IDS.shape, generator=torch.Generator().manual_seed(2)) < 0.7, 0.5: torch.ones_like(IDS).bool()}
-"""Two losses: weight, and the tokens that are scored."""
+"""The mask of scored tokens of each of two losses, keyed by the loss's weight."""
 NORMALIZER = 10
 
 
 @dataclass(frozen=True)
 class Trained:
     logits: Tensor
-    """Of all sequences, before the update."""
+    """All sequences' logits before the update."""
     gradients: dict[str, Tensor]
     norm: float
     weights: dict[str, Tensor]
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    # With so large an ε the update is a smooth function of the gradient, and no coin toss where that is 0.
+    # With so large an ε the update is smooth in the gradient; otherwise its sign is random if the gradient is about 0.
     return torch.optim.AdamW(model.parameters(), lr=0.1, eps=1.0, weight_decay=0.1)
 
 
@@ -65,16 +65,16 @@ def cut(
     return mesh, model
 
 
-def accumulate(headless: HiddenStateModel, rows: slice, mesh: Any) -> None:
-    """As a student does: losses go backward to a leaf one after the other, then the model's own pass runs once."""
+def accumulate(source: HiddenStateModel, rows: slice, mesh: Any) -> None:
+    """Accumulate gradients as a student does: each loss's backward pass ends at a leaf, then the model's runs once."""
     packing = unpadded(IDS[rows])
-    made = headless(IDS[rows], packing)
-    leaf = made.hidden.detach().requires_grad_()
-    logits = headless.whole(HeadLogits(leaf, made.head), packing)
+    output = source(IDS[rows], packing)
+    leaf = output.hidden.detach().requires_grad_()
+    logits = source.whole(HeadLogits(leaf, output.head), packing)
     for weight, mask in MASKS.items():
         loss = cross_entropy(logits, IDS[rows], mask=mask[rows], normalizer=NORMALIZER, vocab_size=USED).loss
         (weight * loss * fsdp_axis(mesh).size()).backward()
-    headless.backward(made, leaf.grad, packing)
+    source.backward(output, leaf.grad, packing)
 
 
 def full(tensors: Iterator[tuple[str, Any]]) -> dict[str, Tensor]:
@@ -82,19 +82,19 @@ def full(tensors: Iterator[tuple[str, Any]]) -> dict[str, Tensor]:
 
 
 def train(model: PreTrainedModel, mesh: Any, parallelism: Parallelism) -> tuple[Trained, torch.optim.Optimizer]:
-    headless = HiddenStateModel(model, key="student.model", mesh=mesh, parallelism=parallelism)
+    source = HiddenStateModel(model, key="student.model", mesh=mesh, parallelism=parallelism)
     optimizer = adamw(model)
     with torch.no_grad():
         rows, packing = torch.arange(IDS.numel()), unpadded(IDS)
-        logits = headless.whole(headless(IDS, packing), packing).read(rows, VOCABULARY)
-        of_head = LogitModel(model, mesh=mesh, parallelism=parallelism)
-        of_logits = of_head.whole(of_head(IDS, packing), packing).read(rows, VOCABULARY)
-        torch.testing.assert_close(of_logits, logits, rtol=1e-6, atol=1e-6)
+        logits = source.whole(source(IDS, packing), packing).read(rows, VOCABULARY)
+        logit_model = LogitModel(model, mesh=mesh, parallelism=parallelism)
+        expected = logit_model.whole(logit_model(IDS, packing), packing).read(rows, VOCABULARY)
+        torch.testing.assert_close(expected, logits, rtol=1e-6, atol=1e-6)
     model.train()
-    own = len(IDS) // fsdp_axis(mesh).size()
-    begin = own * (dist.get_rank() // parallelism.tp)
-    for start in range(begin, begin + own, MICRO_BATCH):
-        accumulate(headless, slice(start, start + MICRO_BATCH), mesh)
+    per_rank = len(IDS) // fsdp_axis(mesh).size()
+    begin = per_rank * (dist.get_rank() // parallelism.tp)
+    for start in range(begin, begin + per_rank, MICRO_BATCH):
+        accumulate(source, slice(start, start + MICRO_BATCH), mesh)
     assert all(isinstance(parameter, DTensor) == (mesh.size() > 1) for parameter in model.parameters())
     gradients = full((name, parameter.grad) for name, parameter in model.named_parameters())
     norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)

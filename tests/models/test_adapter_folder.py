@@ -1,4 +1,4 @@
-"""An adapter folder is a model: it computes what `peft` computes with the adapter on its base."""
+"""An adapter folder is a model with the same outputs as its base with the adapter in `peft`."""
 
 import json
 import os
@@ -37,12 +37,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trained(base: Path, folder: Path, rows: int | None = None, **settings: Any) -> Tensor:
-    """Save an adapter with random weights; return its logits of IDS, by peft."""
+    """Save an adapter with random weights; return peft's logits for IDS."""
     torch.manual_seed(1)
-    whole = AutoModelForCausalLM.from_pretrained(base)
+    base_model = AutoModelForCausalLM.from_pretrained(base)
     if rows is not None:
-        whole.resize_token_embeddings(rows)
-    model = get_peft_model(whole, LoraConfig(r=3, task_type="CAUSAL_LM", **settings)).eval()
+        base_model.resize_token_embeddings(rows)
+    model = get_peft_model(base_model, LoraConfig(r=3, task_type="CAUSAL_LM", **settings)).eval()
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
@@ -69,7 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_computes_what_peft_does(kind: str, tmp_path: Path) -> None:
-    """Bugs: one of two tied matrices trained and both changed; added tokens refused; the adapter left out."""
+    """Bugs: an adapter on one of two tied matrices changes both; added tokens are refused; the adapter is ignored."""
     base = save("llama, tied", tmp_path)
     expected = trained(base, tmp_path / "adapter", **KINDS[kind])
     torch.testing.assert_close(logits_of(tmp_path / "adapter"), expected, rtol=0, atol=1e-5)
@@ -78,13 +78,13 @@ def test_it_computes_what_peft_does(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_exported_adapter_is_the_merged_export(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Bug: `export: adapter` could not be evaluated, sampled or taught from; now with the weights of `merged`."""
+    """Bug: a model loaded from `export: adapter` has other weights than `export: merged`."""
     base = save("llama, tied", tmp_path)
     AutoModelForCausalLM.from_pretrained(base, dtype=dtype).save_pretrained(base)
     adapters = Adapters(Lora(rank=3, alpha=12), str(base), 0)
     merged, adapted = (AutoModelForCausalLM.from_pretrained(base, dtype=dtype) for _ in range(2))
     adapters.attach(adapted)
-    state = {name: torch.randn_like(each) for name, each in adapter_parameters(adapted)}
+    state = {name: torch.randn_like(parameter) for name, parameter in adapter_parameters(adapted)}
     adapters.save(state, adapted, tmp_path / "adapter")
     adapters.merge(state, merged)
     with alone():
@@ -102,7 +102,10 @@ def test_an_exported_adapter_is_the_merged_export(dtype: torch.dtype, tmp_path: 
 
 
 def test_the_base_is_found_from_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative path counts from the working directory, then from the adapter; an adapter's base may be an adapter."""
+    """Catches a relative base path that is not tried from both the working directory and the adapter's folder.
+
+    Also an adapter whose base is an adapter.
+    """
     base = save("llama, tied", tmp_path / "here")
     expected = trained(base, tmp_path / "here" / "adapter", target_modules=["q_proj"])
     for directory, named in ((tmp_path / "here", base.name), (tmp_path, f"../{base.name}"), (tmp_path, str(base))):
@@ -122,25 +125,25 @@ def rename_base(adapter: Path, named: str | None) -> None:
 
 
 def test_a_changed_adapter_or_base_is_merged_anew(tmp_path: Path) -> None:
-    """Bug: the cached copy of an older adapter at the same path is evaluated."""
+    """Bug: the cached merge of an older adapter at the same path is evaluated."""
     base = save("llama, tied", tmp_path)
     first = trained(base, tmp_path / "adapter", target_modules=["q_proj"])
-    prints = [weights_fingerprint(str(each), key="model") for each in (base, tmp_path / "adapter")]
+    fingerprints = [weights_fingerprint(str(folder), key="model") for folder in (base, tmp_path / "adapter")]
     assert resolve(str(tmp_path / "adapter")) == resolve(str(tmp_path / "adapter"))
     second = trained(base, tmp_path / "adapter", target_modules=["v_proj"])
     assert not torch.equal(first, second)
     torch.testing.assert_close(logits_of(tmp_path / "adapter"), second, rtol=0, atol=1e-5)
-    prints.append(weights_fingerprint(str(tmp_path / "adapter"), key="model"))
-    assert len(set(prints)) == 3
-    whole = AutoModelForCausalLM.from_pretrained(base)
-    whole.model.norm.weight.data *= 2
-    whole.save_pretrained(base)
-    third = PeftModel.from_pretrained(whole, str(tmp_path / "adapter"))(input_ids=IDS).logits
+    fingerprints.append(weights_fingerprint(str(tmp_path / "adapter"), key="model"))
+    assert len(set(fingerprints)) == 3
+    base_model = AutoModelForCausalLM.from_pretrained(base)
+    base_model.model.norm.weight.data *= 2
+    base_model.save_pretrained(base)
+    third = PeftModel.from_pretrained(base_model, str(tmp_path / "adapter"))(input_ids=IDS).logits
     torch.testing.assert_close(logits_of(tmp_path / "adapter"), third, rtol=0, atol=1e-5)
 
 
 def test_the_tokenizer_is_the_adapters_else_the_bases(tmp_path: Path, cache: Path) -> None:
-    """Bugs: added tokens of an adapter's tokenizer lost; a whole model merged to read a tokenizer."""
+    """Bugs: tokens that an adapter's tokenizer adds are lost; a model is merged only to read its tokenizer."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(model_path("student"), base)
     trained(base, adapter, target_modules=["q_proj"])
@@ -183,7 +186,7 @@ def test_a_missing_base_is_said(
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Bug: weights that find no place in the base are left out, and the base alone is evaluated."""
+    """Bug: adapter weights that do not fit the base are ignored, and the plain base is evaluated."""
     trained(save("llama, tied", tmp_path), tmp_path / "adapter", target_modules=["q_proj"])
     rename_base(tmp_path / "adapter", str(save("phi3, fused", tmp_path / "other")))
     with pytest.raises(ModelError, match="cannot be merged"):
@@ -194,7 +197,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_adapter_may_be_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are taken from the hub's cache, as offline."""
+    """Catches an adapter in the hub's cache whose base, also in the cache, is not found offline."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -211,7 +214,7 @@ def test_an_adapter_may_be_a_hub_name(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_hub_name_may_have_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the newest commit is read, whatever was asked for, and nobody knows later which one a run used."""
+    """Bug: the newest commit is read whatever the revision, and the run does not record which commit it used."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -233,9 +236,9 @@ def test_a_hub_name_may_have_a_revision(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_adapters_that_name_each_other(tmp_path: Path) -> None:
     """Bug: a RecursionError."""
-    for name, other in (("a", "b"), ("b", "a")):
+    for name, base in (("a", "b"), ("b", "a")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"../{other}"}))
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"../{base}"}))
         save_file({"weight": torch.zeros(1)}, tmp_path / name / "adapter_model.safetensors")
     with pytest.raises(ModelError, match=r"^.{0,200}names this folder as its model, itself or by another adapter"):
         check_folder(str(tmp_path / "a"), key="student.model")
@@ -243,7 +246,7 @@ def test_adapters_that_name_each_other(tmp_path: Path) -> None:
 
 
 def test_pipes_and_devices_in_a_folder_are_not_read(tmp_path: Path) -> None:
-    """Bug: a check that never ends, and a card that fills the memory."""
+    """Bugs: a check that hangs on a pipe; a card that fills memory."""
     (tmp_path / "config.json").write_text("{}")
     os.mkfifo(tmp_path / "part.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part.safetensors"}}')

@@ -1,6 +1,7 @@
-"""Folders with damaged or hostile files: one line that names the key, before a run starts, and no code is run."""
+"""Damaged or hostile model folders: a one-line error with the key before a run starts, and no code of theirs is run."""
 
 import json
+import re
 import shutil
 import struct
 import sys
@@ -63,8 +64,7 @@ def rewritten(file: Path, change: Callable[[Any], object]) -> None:
 )
 def test_a_configuration_that_describes_no_model(folder: Path, changes: dict[str, object], reason: str) -> None:
     rewritten(folder / CONFIG, lambda config: config.update(changes))
-    with pytest.raises(OPDError, match=f"^student.model={folder}: .*{reason}"):
-        read_model_info(Student(model=str(folder)), "student", "cpu")
+    assert re.match(f"student.model={folder}: .*{reason}", refusal(folder))
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", bytes(range(128, 256)), b'{"a":' * 100_000 + b"1" + b"}" * 100_000])
@@ -102,7 +102,7 @@ def test_a_shard_that_is_not_there(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn], ids=str)
 def test_weights_that_are_no_numbers_to_compute_with(folder: Path, dtype: torch.dtype) -> None:
-    """Bug: codes of quantised weights, whose scales nobody knows, are trained on as they are."""
+    """Bug: codes of quantised weights are trained as if they were weights, without their scales."""
     tensors = load_file(folder / WEIGHTS)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
     save_file(tensors, folder / WEIGHTS)
@@ -134,7 +134,7 @@ def test_a_file_that_is_no_safetensors(folder: Path, content: bytes) -> None:
 
 
 def test_a_folder_with_a_tokenizer_alone(tmp_path: Path) -> None:
-    """Bug: "the folder has no config.json", which says neither what is there nor what to name."""
+    """Bug: "the folder has no config.json", without a word on the folder's files or the remedy."""
     (tmp_path / "tokenizer.model").write_bytes(b"\n")
     message = refusal(tmp_path)
     assert "has a tokenizer (tokenizer.model) without its model's config.json" in message
@@ -142,7 +142,7 @@ def test_a_folder_with_a_tokenizer_alone(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_and_a_folder_of_one(folder: Path) -> None:
-    """Bug: there is no such folder."""
+    """Bug: the message denies that the folder exists."""
     (folder / CONFIG).unlink()
     (folder / "model.gguf").write_bytes(b"GGUF\3\0\0\0")
     for reference in (folder, folder / "model.gguf"):
@@ -153,7 +153,7 @@ def test_a_gguf_file_and_a_folder_of_one(folder: Path) -> None:
 
 
 def test_a_sentencepiece_model_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: `tiktoken` is required."""
+    """Bug: the message asks for `tiktoken` when sentencepiece is missing."""
     (folder / TOKENIZER).unlink()
     (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
@@ -162,7 +162,7 @@ def test_a_sentencepiece_model_alone(folder: Path, monkeypatch: pytest.MonkeyPat
     assert "pip install sentencepiece" in refusal(folder)
 
 
-def of_last_token(id_: int) -> Callable[[Any], object]:
+def renumber_last_token(id_: int) -> Callable[[Any], object]:
     def change(content: Any) -> None:
         vocabulary = content["model"]["vocab"]
         vocabulary[list(vocabulary)[-1]] = id_
@@ -170,11 +170,11 @@ def of_last_token(id_: int) -> Callable[[Any], object]:
     return change
 
 
-def panic_of_normalizer(content: Any) -> None:
+def panic_in_normalizer(content: Any) -> None:
     content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
 
 
-def panic_of_post_processor(content: Any) -> None:
+def panic_in_post_processor(content: Any) -> None:
     single = [{"SpecialToken": {"id": "<missing>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     content["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
 
@@ -183,12 +183,12 @@ def panic_of_post_processor(content: Any) -> None:
     ("change", "reason"),
     [
         (lambda content: content.clear(), "no tokenizer could be loaded"),
-        (panic_of_normalizer, "no tokenizer could be loaded .*precompiled_charsmap"),
-        (panic_of_post_processor, "no tokenizer could be loaded .*no entry found for key"),
-        (of_last_token(-1), "no tokenizer could be loaded .*-1"),
-        (of_last_token(2**25), "has the id 33,554,432"),
-        pytest.param(of_last_token(4_000_000_000), "has the id 4,000,000,000", marks=pytest.mark.nightly),
-        (of_last_token(1_000_000), "has ids up to 1000000, but"),
+        (panic_in_normalizer, "no tokenizer could be loaded .*precompiled_charsmap"),
+        (panic_in_post_processor, "no tokenizer could be loaded .*no entry found for key"),
+        (renumber_last_token(-1), "no tokenizer could be loaded .*-1"),
+        (renumber_last_token(2**25), "has the id 33,554,432"),
+        pytest.param(renumber_last_token(4_000_000_000), "has the id 4,000,000,000", marks=pytest.mark.nightly),
+        (renumber_last_token(1_000_000), "has ids up to 1000000, but"),
     ],
     ids=[
         "empty",
@@ -202,9 +202,7 @@ def panic_of_post_processor(content: Any) -> None:
 )
 def test_a_tokenizer_that_is_none(folder: Path, change: Callable[[Any], object], reason: str) -> None:
     rewritten(folder / TOKENIZER, change)
-    with pytest.raises(OPDError, match=reason):
-        read_model_info(Student(model=str(folder)), "student", "cpu")
-    refusal(folder)
+    assert re.search(reason, refusal(folder))
 
 
 CODE = """
@@ -218,7 +216,7 @@ from transformers import LlamaConfig as C, LlamaForCausalLM as M, PreTrainedToke
 def test_code_of_a_model_is_neither_run_nor_asked_about(
     folder: Path, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: transformers asks at a terminal, in the middle of preflight, and a worker would wait for an answer."""
+    """Bug: transformers prompts at the terminal during preflight, and a worker would wait for the answer."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     (folder / "evil.py").write_text(CODE)
     maps = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": [None, "evil.T"]}
@@ -229,7 +227,7 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(
 
 
 def test_more_layers_than_any_model_has_where_tensors_cannot_be_counted(folder: Path) -> None:
-    """Bug: minutes to build them all, and a kill for memory."""
+    """Bug: building a million layers takes minutes, then the process is killed for its memory."""
     torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
     (folder / WEIGHTS).unlink()
     rewritten(folder / CONFIG, lambda config: config.update(num_hidden_layers=10**6))

@@ -1,4 +1,4 @@
-"""What is ours of context parallelism: who may use it, and whole sequences again after it."""
+"""Context parallelism, apart from torch's ring: which models may use it, and full sequences after it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,10 +32,10 @@ from tests.packings import packing_of, unpadded
 pytestmark = pytest.mark.world
 
 POSITIONS = (torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5]))
-"""Of two ranks: from the front and from the back, as torch's ring attention deals them out."""
+"""Each of two ranks gets a run from the front and one from the back, as in torch's ring attention."""
 KEY = "student.parallelism.cp"
 LENGTHS = (7, 1, 4, 9)
-"""Of sequences that a row of documents has; ranks read them padded to 12 positions."""
+"""Lengths of the sequences in a packed row; ranks read them padded to 12 positions."""
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -43,42 +43,42 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 def gathered_on_rank() -> tuple[Tensor, Tensor]:
-    """What a rank gets, and the gradient of what it gave."""
+    """Return the gathered tensor and the gradient of this rank's part."""
     axis = context_axis(build_mesh(Layout(1, 2, 1), "cpu"))
     assert axis is not None
     rank = axis.get_local_rank()
     local = random(3, 8, 5, seed=0)[:, POSITIONS[rank]].requires_grad_()
-    whole = gather_positions(local, POSITIONS[rank], axis)
-    whole.backward(random(3, 8, 5, seed=1 + rank))
+    gathered = gather_positions(local, POSITIONS[rank], axis)
+    gathered.backward(random(3, 8, 5, seed=1 + rank))
     assert local.grad is not None
-    return whole.detach(), local.grad
+    return gathered.detach(), local.grad
 
 
 def test_positions_are_gathered_in_order_and_their_gradients_summed(two_ranks: list[Any]) -> None:
     gradient = random(3, 8, 5, seed=1) + random(3, 8, 5, seed=2)
-    for rank, (whole, found) in enumerate(each.gathered for each in two_ranks):
-        assert torch.equal(whole, random(3, 8, 5, seed=0))
-        torch.testing.assert_close(found, gradient[:, POSITIONS[rank]], rtol=1e-15, atol=1e-15)
+    for rank, (gathered, local_gradient) in enumerate(results.gathered for results in two_ranks):
+        assert torch.equal(gathered, random(3, 8, 5, seed=0))
+        torch.testing.assert_close(local_gradient, gradient[:, POSITIONS[rank]], rtol=1e-15, atol=1e-15)
 
 
 @contextmanager
 def gathered_attention(ring: RingAttention, length: int, device: torch.device) -> Iterator[Tensor]:
-    """Attend over gathered keys and values, in place of the ring, which torch has for CUDA alone."""
+    """Attend over gathered keys and values in place of the ring, which torch has only for CUDA."""
     rank, attend = ring.axis.get_local_rank(), F.scaled_dot_product_attention
     runs = torch.arange(length, device=device).chunk(2 * ring.axis.size())
-    own = torch.cat([runs[rank], runs[-1 - rank]])
+    positions = torch.cat([runs[rank], runs[-1 - rank]])
 
-    def whole(part: Tensor) -> Tensor:
-        made = gather_positions(part.transpose(1, 2).flatten(2), own, ring.axis)
-        return made.unflatten(2, part.shape[1::2]).transpose(1, 2)
+    def gather(part: Tensor) -> Tensor:
+        rows = gather_positions(part.transpose(1, 2).flatten(2), positions, ring.axis)
+        return rows.unflatten(2, part.shape[1::2]).transpose(1, 2)
 
     def over_all(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Any) -> Tensor:
         assert is_causal
-        seen = own.unsqueeze(1) >= torch.arange(length)
-        return attend(query, whole(key), whole(value), seen, **options)
+        seen = positions.unsqueeze(1) >= torch.arange(length)
+        return attend(query, gather(key), gather(value), seen, **options)
 
     with patch.object(F, "scaled_dot_product_attention", over_all):
-        yield own
+        yield positions
 
 
 def loss_and_gradient(source: HiddenStateModel, embedding: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,13 +86,13 @@ def loss_and_gradient(source: HiddenStateModel, embedding: Tensor) -> tuple[Tens
     ids = torch.randint(4, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(3))
     packing = packing_of(*LENGTHS)
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)
-    made = source(ids, packing)
-    leaf = made.cut_off()
+    output = source(ids, packing)
+    leaf = output.cut_off()
     loss = cross_entropy(source.whole(leaf, packing), ids, mask=mask).loss
     loss.backward()
     gradient = leaf.leaves[0].grad
     assert gradient is not None
-    source.backward(made, gradient, packing)
+    source.backward(output, gradient, packing)
     assert embedding.grad is not None
     return loss.detach(), embedding.grad
 
@@ -108,12 +108,12 @@ def learned_on_rank() -> tuple[Tensor, Tensor]:
 
 
 def test_packed_sequences_are_learned_as_on_one_rank(two_ranks: list[Any]) -> None:
-    """Bugs: padding of a ring that a loss reads; positions of a neighbour; a gradient that each rank has whole."""
+    """Bugs: a loss reads the ring's padding or another rank's positions; the gradient is counted once per rank."""
     model = model_of("llama, tied")
     loss, gradient = loss_and_gradient(HiddenStateModel(model, key=KEY), model.get_input_embeddings().weight)
-    for own, _ in (each.learned for each in two_ranks):
-        torch.testing.assert_close(own, loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(sum(each.learned[1] for each in two_ranks), gradient, rtol=1e-5, atol=1e-6)
+    for rank_loss, _ in (results.learned for results in two_ranks):
+        torch.testing.assert_close(rank_loss, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sum(results.learned[1] for results in two_ranks), gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama, tied", "qwen3, norms of heads", "phi, biases"])
@@ -146,7 +146,7 @@ def test_who_cannot_use_it(tmp_path: Path) -> None:
 
 
 def hidden_states_on_rank(folder: Path) -> tuple[Tensor, Tensor]:
-    """On two GPUs: hidden states of odd length, and the gradient of an embedding."""
+    """Return hidden states of odd length and the embedding's gradient, on one of two GPUs."""
     rank = torch.distributed.get_rank()
     torch.cuda.set_device(rank)
     torch.distributed.destroy_process_group()
@@ -164,15 +164,15 @@ def hidden_states_on_rank(folder: Path) -> tuple[Tensor, Tensor]:
         device="cuda",
         trainable=True,
     )
-    headless = HiddenStateModel(model, key="student.model", mesh=mesh, parallelism=parallelism)
+    source = HiddenStateModel(model, key="student.model", mesh=mesh, parallelism=parallelism)
     ids = torch.arange(22, device="cuda").view(2, 11)
     packing = unpadded(ids).to("cuda")
-    made = headless(ids, packing)
-    gradient = random(*made.hidden.shape, seed=0).to(made.hidden)
+    output = source(ids, packing)
+    gradient = random(*output.hidden.shape, seed=0).to(output.hidden)
     # Each rank has half of the sum, and FSDP2 takes the mean over both.
-    headless.backward(made, gradient if rank == 0 else gradient.zero_(), packing)
+    source.backward(output, gradient if rank == 0 else gradient.zero_(), packing)
     embedding: torch.distributed.tensor.DTensor = model.get_input_embeddings().weight.grad
-    return made.hidden.detach().view(2, 11, -1).cpu(), 2 * embedding.full_tensor().cpu()
+    return output.hidden.detach().view(2, 11, -1).cpu(), 2 * embedding.full_tensor().cpu()
 
 
 @pytest.mark.gpu
@@ -182,6 +182,6 @@ def test_two_gpus_share_a_sequence(tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(folder)
     hidden = model.model(input_ids=torch.arange(22).view(2, 11)).last_hidden_state
     hidden.backward(random(*hidden.shape, seed=0).to(hidden))
-    for found, gradient in on_ranks(2, hidden_states_on_rank, folder.parent, tmp_path):
-        torch.testing.assert_close(found, hidden, rtol=1e-4, atol=1e-4)
+    for rank_hidden, gradient in on_ranks(2, hidden_states_on_rank, folder.parent, tmp_path):
+        torch.testing.assert_close(rank_hidden, hidden, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(gradient, model.get_input_embeddings().weight.grad, rtol=1e-3, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Which parts of which models kernels compute, and what happens where they cannot."""
+"""Fused layers: which parts of a model kernels replace, and the fallback if a kernel cannot run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ LAYOUTS = {
 }
 ALL_PARTS = {"rms_norm", "gradient of rms_norm", "swiglu", "gradient of swiglu", "rotary"}
 FP32 = 2**-18
-"""Of a tensor's largest entry: some dozens of roundings, and gradients that are added up in another order."""
+"""Tolerance relative to a tensor's largest entry: dozens of roundings, and gradients summed in another order."""
 
 
 def replaced(model: nn.Module) -> set[str]:
@@ -47,14 +47,14 @@ def with_triton() -> Iterator[None]:
 
 
 def test_parts_of_known_code_are_replaced_in_one_model_alone() -> None:
-    """Bugs: Gemma's norms, which add 1 to the weight, and its GELU; a name replaced for every model of the process."""
-    found = {}
+    """Bugs: Gemma's norms (which add 1 to the weight) or its GELU are replaced; a patch reaches other models."""
+    classes = {}
     for family in FAMILIES:
         model = model_of(family)
         replace_parts(model)
-        found[family.split(",")[0]] = replaced(model)
+        classes[family.split(",")[0]] = replaced(model)
     llama = {"RMSNorm", "Attention", "MLP"}
-    assert found == {
+    assert classes == {
         "llama": {f"Llama{part}" for part in llama},
         "qwen2": {f"Qwen2{part}" for part in llama},
         "qwen3": {f"Qwen3{part}" for part in llama},
@@ -69,7 +69,7 @@ def test_parts_of_known_code_are_replaced_in_one_model_alone() -> None:
 
 
 def test_pytorch_computes_what_kernels_do_not_take() -> None:
-    """On a CPU, in fp64, and what was moved to one: bit for bit as without."""
+    """Bug: on a CPU or in fp64, a model with replaced parts gives other bits than without."""
     for family in ("llama, tied", "phi3, fused"):
         plain, model = model_of(family), model_of(family)
         replace_parts(model)
@@ -81,7 +81,7 @@ def test_pytorch_computes_what_kernels_do_not_take() -> None:
 
 @pytest.mark.usefixtures("with_triton")
 def test_a_kernel_that_cannot_be_compiled_leaves_layers_as_they_are() -> None:
-    def fails(name: str, *given: Any, **more: Any) -> None:
+    def fails(name: str, *arguments: Any, **options: Any) -> None:
         raise launch.KernelError(f"{name}: no compiler")
 
     model = model_of("llama, tied")
@@ -98,7 +98,7 @@ def test_a_kernel_that_cannot_be_compiled_leaves_layers_as_they_are() -> None:
     ("done", "reason"), [(None, "differs from PyTorch's"), (AttributeError("gone"), "fails: Attr")]
 )
 def test_kernels_that_are_wrong_are_not_used(done: Exception | None, reason: str) -> None:
-    """Bugs: a GPU or a Triton on which a kernel computes something else; one that raises what is not its own."""
+    """Bugs: a kernel whose result is wrong on some GPU or Triton version is used; its other exceptions end the run."""
     model = model_of("llama, tied")
     with (
         patch.object(launch, "launch", Mock(side_effect=done)),
@@ -130,9 +130,9 @@ def test_true_needs_a_family_that_is_known() -> None:
 
 
 def errors_on_rank(folders: dict[str, Path]) -> dict[str, dict[str, float]]:
-    """Family → what differs between layers with kernels, in Triton's interpreter, and without, cut the same way."""
+    """Return, for each family, the errors of layers with kernels (in Triton's interpreter) against the same without."""
     interpret()
-    found = {}
+    errors = {}
     for family, folder in folders.items():
         layout = LAYOUTS[family]
         results = []
@@ -145,17 +145,17 @@ def errors_on_rank(folders: dict[str, Path]) -> dict[str, dict[str, float]]:
             with layers.noted(launched), patch.object(one_update, "IDS", one_update.IDS[:6]):
                 results.append(train(model, mesh, layout)[0])
             assert set(launched) == (ALL_PARTS if is_fused else set()), (family, set(launched))
-        found[family] = compared(*results)
-    return found
+        errors[family] = compared(*results)
+    return errors
 
 
 @pytest.mark.world
 def test_ranks_that_share_a_model_learn_the_same(tmp_path: Path) -> None:
-    """Bugs: weights that FSDP2 has gathered for a while, parts of heads and positions, layers that are run again."""
+    """Bugs in kernels under FSDP2's temporary weights, tensor parallelism, and activation checkpointing."""
     folders = {family: save(family, tmp_path) for family in LAYOUTS}
-    for of_rank in on_ranks(2, errors_on_rank, folders, tmp_path / "ranks"):
-        for family, errors in of_rank.items():
-            assert not {what: error for what, error in errors.items() if not error < FP32}, family
+    for rank_errors in on_ranks(2, errors_on_rank, folders, tmp_path / "ranks"):
+        for family, errors in rank_errors.items():
+            assert not {name: error for name, error in errors.items() if not error < FP32}, family
 
 
 @pytest.mark.gpu
@@ -164,7 +164,7 @@ def test_on_a_gpu(family: str) -> None:
     assert layers.of_model(family, CUDA)["error"] < FP32
     for name in layers.cases():
         for dtype in (torch.float32, torch.bfloat16):
-            found = layers.compared(name, dtype, CUDA)
-            assert found["gradient"] <= found["of PyTorch"] + torch.finfo(dtype).eps / 4 + FP32, (name, dtype)
+            errors = layers.compared(name, dtype, CUDA)
+            assert errors["gradient"] <= errors["of PyTorch"] + torch.finfo(dtype).eps / 4 + FP32, (name, dtype)
             # Kernels and PyTorch each round the sigmoid and its product: half an eps four times.
-            assert found["forward"] <= 2 * torch.finfo(dtype).eps, (name, dtype)
+            assert errors["forward"] <= 2 * torch.finfo(dtype).eps, (name, dtype)

@@ -1,4 +1,4 @@
-"""A model as it is trained generates as it would whole, and trains on as if it had not."""
+"""Generation in training: a sharded model samples as an unsharded one does, and training then goes on unchanged."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,26 +35,26 @@ LAYOUTS = {
     "tp, positions shared": Parallelism(tp=2, sequence_parallel=True),
 }
 FAMILIES = ("llama, tied", "qwen3, norms of heads")
-"""One with a head that is the embedding, and one with parameters that tensor parallelism leaves whole."""
+"""One with tied embeddings, and one with parameters that tensor parallelism does not cut."""
 CASES = [(FAMILIES[0], "dp"), (FAMILIES[0], "tp, positions shared"), (FAMILIES[1], "tp")]
 
 
 @dataclass(frozen=True)
-class OfRank:
-    """What one rank did with one family in one layout."""
+class RankResult:
+    """One rank's completions and weights for one family and layout."""
 
-    before: list[Completion]
-    after: list[Completion]
-    """An update later."""
+    first_rollout: list[Completion]
+    second_rollout: list[Completion]
+    """After one update."""
     updated: dict[str, Tensor]
-    """Weights, after the update."""
+    """Weights after the update."""
     updated_without: dict[str, Tensor]
-    """The same without a rollout before."""
+    """Weights after an update without a rollout before it."""
     was_restored: bool
 
 
-def asked(rank: int) -> list[Request]:
-    """Of data-parallel ranks: other prompts, other lengths, and another number of batches."""
+def requests_of(rank: int) -> list[Request]:
+    """Return requests that differ between ranks in prompts, lengths and number of batches."""
     random = np.random.default_rng(rank)
     count, new = ((5, 12), (2, 4))[rank]
     lengths = random.integers(1, 15, count)
@@ -66,23 +66,25 @@ def sample(model: PreTrainedModel, requests: list[Request]) -> list[Completion]:
     return sampler.generate(requests, Sampling(), 0)
 
 
-def on_rank(folders: dict[str, Path]) -> dict[str, OfRank]:
-    return {f"{family}/{layout}": of_layout(folders[family], LAYOUTS[layout]) for family, layout in CASES}
+def on_rank(folders: dict[str, Path]) -> dict[str, RankResult]:
+    return {f"{family}/{layout}": sample_and_train(folders[family], LAYOUTS[layout]) for family, layout in CASES}
 
 
-def of_layout(folder: Path, parallelism: Parallelism) -> OfRank:
+def sample_and_train(folder: Path, parallelism: Parallelism) -> RankResult:
     mesh, model = cut(folder, parallelism, activation_checkpointing=True)
-    requests = asked(dist.get_rank() if tensor_axis(mesh) is None else 0)
+    requests = requests_of(dist.get_rank() if tensor_axis(mesh) is None else 0)
     model.train()
-    # Before any forward pass, when FSDP2 has not made itself ready.
+    # Before the first forward pass, which initialises FSDP2.
     with generating(model, mesh):
-        before = sample(model, requests)
-    was_restored = model.training and all(isinstance(each, DTensor) == (mesh.size() > 1) for each in model.parameters())
+        first_rollout = sample(model, requests)
+    is_sharded = [isinstance(parameter, DTensor) for parameter in model.parameters()]
+    was_restored = model.training and all(flag == (mesh.size() > 1) for flag in is_sharded)
     updated = train(model, mesh, parallelism)[0].weights
     with generating(model, mesh):
-        after = sample(model, requests)
-    mesh, other = cut(folder, parallelism, activation_checkpointing=True)
-    return OfRank(before, after, updated, train(other, mesh, parallelism)[0].weights, was_restored)
+        second_rollout = sample(model, requests)
+    mesh, fresh_model = cut(folder, parallelism, activation_checkpointing=True)
+    updated_without = train(fresh_model, mesh, parallelism)[0].weights
+    return RankResult(first_rollout, second_rollout, updated, updated_without, was_restored)
 
 
 @pytest.fixture(scope="module")
@@ -92,39 +94,44 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def ranks(saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, OfRank]]:
+def ranks(saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, RankResult]]:
     return on_ranks(RANKS, on_rank, saved, tmp_path_factory.mktemp("ranks"))
 
 
-def assert_same(found: list[Completion], wanted: list[Completion]) -> None:
-    assert [each.ids.tolist() for each in found] == [each.ids.tolist() for each in wanted]
-    for left, right in zip(found, wanted, strict=True):
-        # Logits are rounded to float32 before they become log-probabilities of 10 at most.
-        np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=1e-5)
+def assert_same(completions: list[Completion], expected: list[Completion]) -> None:
+    assert [completion.ids.tolist() for completion in completions] == [
+        completion.ids.tolist() for completion in expected
+    ]
+    for actual, reference in zip(completions, expected, strict=True):
+        # Log-probabilities of magnitude ≤ 10, from logits rounded to float32.
+        np.testing.assert_allclose(actual.logprobs, reference.logprobs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_cut_over_ranks_it_samples_what_it_samples_whole(
-    ranks: list[dict[str, OfRank]], saved: dict[str, Path], family: str, layout: str
+    ranks: list[dict[str, RankResult]], saved: dict[str, Path], family: str, layout: str
 ) -> None:
-    """Data-parallel ranks finish after other numbers of steps; tensor-parallel ones give the same on each rank."""
-    whole: Any = load_model(str(saved[family]), torch.float64, key="model").eval()
-    for rank, made in enumerate(ranks):
-        requests = asked(rank if layout == "dp" else 0)
-        whole.load_state_dict(load_model(str(saved[family]), torch.float64, key="model").state_dict())
-        assert_same(made[f"{family}/{layout}"].before, sample(whole, requests))
-        whole.load_state_dict(made[f"{family}/{layout}"].updated, strict=False)
-        assert_same(made[f"{family}/{layout}"].after, sample(whole, requests))
+    """Bugs: data-parallel ranks, which finish after different numbers of steps, deadlock;
+    tensor-parallel ranks sample different tokens."""
+    model: Any = load_model(str(saved[family]), torch.float64, key="model").eval()
+    for rank, results in enumerate(ranks):
+        requests = requests_of(rank if layout == "dp" else 0)
+        model.load_state_dict(load_model(str(saved[family]), torch.float64, key="model").state_dict())
+        assert_same(results[f"{family}/{layout}"].first_rollout, sample(model, requests))
+        model.load_state_dict(results[f"{family}/{layout}"].updated, strict=False)
+        assert_same(results[f"{family}/{layout}"].second_rollout, sample(model, requests))
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_an_update_after_a_rollout_is_the_one_without(ranks: list[dict[str, OfRank]], family: str, layout: str) -> None:
-    for made in ranks:
-        of_rank = made[f"{family}/{layout}"]
-        assert of_rank.was_restored
-        assert of_rank.updated.keys() == of_rank.updated_without.keys()
-        for name, weight in of_rank.updated.items():
-            assert torch.equal(weight, of_rank.updated_without[name]), name
+def test_an_update_after_a_rollout_is_the_one_without(
+    ranks: list[dict[str, RankResult]], family: str, layout: str
+) -> None:
+    for results in ranks:
+        result = results[f"{family}/{layout}"]
+        assert result.was_restored
+        assert result.updated.keys() == result.updated_without.keys()
+        for name, weight in result.updated.items():
+            assert torch.equal(weight, result.updated_without[name]), name
 
 
 class RefusedError(Exception):
@@ -136,9 +143,10 @@ def refuse(*_: Any, **__: Any) -> None:
 
 
 def test_a_plain_model_in_training_is_made_fit_and_is_as_it_was() -> None:
-    """Dropout, a cache that training switched off, layers that are compiled, checkpointed activations."""
+    """Bugs: dropout, a switched-off cache, compiled layers or activation checkpointing stay on in generation, or are
+    not restored after it."""
     model: Any = model_of("llama, tied")
-    wanted = sample(model, asked(0))
+    expected = sample(model, requests_of(0))
     model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 0.5
     model.config.use_cache = False
     checkpoint_activations(model)
@@ -149,7 +157,7 @@ def test_a_plain_model_in_training_is_made_fit_and_is_as_it_was() -> None:
 
     with generating(model, None):
         assert not torch.is_grad_enabled()
-        assert_same(sample(model, asked(0)), wanted)
+        assert_same(sample(model, requests_of(0)), expected)
 
     handle.remove()
     assert 1 in steps  # one position at a time: with a cache
@@ -170,40 +178,40 @@ def test_also_after_an_error() -> None:
 
 
 def test_a_model_for_shared_positions_samples_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its attention takes no mask, so what pads a prompt would be attended to."""
+    """Bug: ring attention, which takes no mask, attends to a prompt's padding."""
     model = model_of("llama, tied")
-    wanted = sample(model, asked(0))
+    expected = sample(model, requests_of(0))
     use_ring_attention(model, 2, key="student.parallelism.cp")
     monkeypatch.setattr("nemo_opd.models.generation.context_axis", lambda _: object())
     monkeypatch.setattr("nemo_opd.models.generation.tensor_axis", lambda _: None)
 
     mesh: Any = object()
     with generating(model, mesh):
-        assert_same(sample(model, asked(0)), wanted)
+        assert_same(sample(model, requests_of(0)), expected)
 
     assert model.config._attn_implementation == RING
 
 
 @pytest.mark.parametrize("family", ["llama, tied", "gemma2, soft-cap", "phi, biases"])
 def test_sampled_probabilities_have_the_digits_of_the_losses(family: str) -> None:
-    """Bug: an engine's log-probabilities of bf16 logits beside a trainer's of fp32, whose ratios are off by a rounding.
+    """Bug: the engine's log-probabilities come from bf16 logits and the trainer's from fp32, so ratios are off.
 
-    Unless the losses read the model's own logits, which are rounded alike.
+    With `rounds_logits` the losses read the model's own logits, which are rounded in both.
     """
     model: Any = model_of(family).bfloat16()
     ids = torch.arange(1, 13).view(2, 6)
-    own = model(ids).logits
-    made = HiddenStateModel(model, key="model")(ids, unpadded(ids))
-    expected = made.read(torch.arange(12), made.shape[2]).view(own.shape)
+    model_logits = model(ids).logits
+    output = HiddenStateModel(model, key="model")(ids, unpadded(ids))
+    expected = output.read(torch.arange(12), output.shape[2]).view(model_logits.shape)
     head = model.get_output_embeddings()
 
     with generating(model, None):
-        found = model(ids).logits
+        logits = model(ids).logits
     with generating(model, None, rounds_logits=True):
         rounded = model(ids).logits
 
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert (own - expected).abs().max() > 1e-3
-    assert torch.equal(rounded, own)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert (model_logits - expected).abs().max() > 1e-3
+    assert torch.equal(rounded, model_logits)
     assert head(torch.zeros(1, head.in_features, dtype=torch.bfloat16)).dtype == torch.bfloat16

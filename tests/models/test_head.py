@@ -61,37 +61,38 @@ ALL = unpadded(IDS)
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_logits_are_the_models_own(kind: str) -> None:
-    """Also the gradients, of all parameters, the tied head's two parts included."""
+    """Catches wrong logits, or a wrong gradient of any parameter, including a tied head's."""
     model = model_of(CONFIGS[kind])
     expected = model(input_ids=IDS).logits
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
     parameters = list(model.parameters())
-    wanted = torch.autograd.grad((expected * weight).sum(), parameters)
-    made = HiddenStateModel(model, key="student.model")(IDS, ALL)
-    assert made.shape == (1, 10, 40)
-    torch.testing.assert_close(made.read(torch.arange(10), 40), expected.flatten(0, 1), rtol=1e-5, atol=1e-6)
-    logits = made.head.after_linear(nn.functional.linear(made.hidden, made.head.weight, made.head.bias))
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), parameters)
+    output = HiddenStateModel(model, key="student.model")(IDS, ALL)
+    assert output.shape == (1, 10, 40)
+    torch.testing.assert_close(output.read(torch.arange(10), 40), expected.flatten(0, 1), rtol=1e-5, atol=1e-6)
+    logits = output.head.after_linear(nn.functional.linear(output.hidden, output.head.weight, output.head.bias))
     logits = logits.view(expected.shape)
-    for found, gradient in zip(torch.autograd.grad((logits * weight).sum(), parameters), wanted, strict=True):
-        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
+    gradients = torch.autograd.grad((logits * weight).sum(), parameters)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_the_soft_cap_and_the_scales_matter_in_the_test() -> None:
     for kind in ("gemma2 with a soft-cap", "cohere with a scale", "granite with a divisor"):
-        made = HiddenStateModel(model_of(CONFIGS[kind]), key="student.model")(IDS, ALL)
-        plain = nn.functional.linear(made.hidden, made.head.weight).flatten(0, 1)
-        assert (made.read(torch.arange(10), 40) - plain).abs().max() > 0.1
+        output = HiddenStateModel(model_of(CONFIGS[kind]), key="student.model")(IDS, ALL)
+        plain = nn.functional.linear(output.hidden, output.head.weight).flatten(0, 1)
+        assert (output.read(torch.arange(10), 40) - plain).abs().max() > 0.1
 
 
 def test_the_model_is_as_it_was() -> None:
     model = model_of(CONFIGS["qwen3"])
-    before = model(input_ids=IDS).logits
+    expected = model(input_ids=IDS).logits
     HiddenStateModel(model, key="student.model")(IDS, ALL)
-    assert torch.equal(model(input_ids=IDS).logits, before)
+    assert torch.equal(model(input_ids=IDS).logits, expected)
 
 
 class Shifted(LlamaForCausalLM):
-    """What a new family may come up with."""
+    """A head with a step that we do not know, as a new family may have."""
 
     def forward(self, *args, **options):
         output = super().forward(*args, **options)
@@ -109,7 +110,7 @@ def test_what_is_not_a_plain_head_is_refused() -> None:
 
 
 def test_a_text_that_overflows_says_nothing_about_the_head() -> None:
-    """Bug: a model that gives NaN is told that it does more than a scale, and to use handoff=logits."""
+    """Bug: a model that returns NaN is refused as having an unknown head, with the advice handoff=logits."""
     model = model_of(CONFIGS["qwen3"])
     source, embedding = HiddenStateModel(model, key="student.model"), model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda _, __, embedded: embedded * float("nan"))

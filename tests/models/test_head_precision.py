@@ -1,4 +1,4 @@
-"""A head in another precision than the rest of its model is named before anything runs."""
+"""A head whose precision differs from its model's is refused before anything runs."""
 
 from copy import deepcopy
 from typing import Any
@@ -25,7 +25,7 @@ class KeepingNorms(LlamaForCausalLM):
 
 
 class UpcastingHidden(LlamaForCausalLM):
-    """Its head computes in fp32, whatever the layers do."""
+    """A model whose head computes in fp32 whatever the layers' precision."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -38,7 +38,7 @@ def check(kind: type[LlamaForCausalLM], dtype: torch.dtype, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "what"),
+    ("kind", "dtype", "reason"),
     [
         (KeepingHead, torch.bfloat16, "its head is kept in float32"),
         (KeepingHead, torch.float16, "its head is kept in float32"),
@@ -47,10 +47,10 @@ def check(kind: type[LlamaForCausalLM], dtype: torch.dtype, monkeypatch: pytest.
     ],
 )
 def test_a_head_in_fp32_is_refused(
-    kind: type[LlamaForCausalLM], dtype: torch.dtype, what: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[LlamaForCausalLM], dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a head rounded by FSDP2's cast unseen, or an error without a key at the first step."""
-    with pytest.raises(ModelError, match=rf"teachers.1.model=some/model: {what} .*teachers.1.dtype=float32"):
+    """Bugs: FSDP2 silently rounds the head; an error without a key at the first step."""
+    with pytest.raises(ModelError, match=rf"teachers.1.model=some/model: {reason} .*teachers.1.dtype=float32"):
         check(kind, dtype, monkeypatch)
 
 
@@ -75,7 +75,7 @@ def test_the_families_pass(family: str) -> None:
 
 
 def test_heads_are_looked_at_in_every_family() -> None:
-    """Bug: a check that passes everything, since a model's own code did not run without data."""
+    """Bug: the check passes every model because a model's own code does not run on meta."""
     for config in FAMILIES.values():
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.bfloat16)

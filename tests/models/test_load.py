@@ -1,4 +1,4 @@
-"""Loading says which key names what, and why it cannot be used."""
+"""Loading models and tokenizers; an error names the key and the reason."""
 
 import json
 import shutil
@@ -35,12 +35,9 @@ def test_truncated_weights(copy: Path) -> None:
         load_model(str(copy), torch.float32, key="student.model")
 
 
-@pytest.mark.parametrize(
-    ("missing", "reason"), [("config.json", "without its model's config.json"), ("model.safetensors", "no weights")]
-)
-def test_incomplete_folder(copy: Path, missing: str, reason: str) -> None:
-    (copy / missing).unlink()
-    with pytest.raises(ModelError, match=rf"teachers.0.model={copy}: .*{reason}"):
+def test_incomplete_folder(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=rf"teachers.0.model={copy}: .*no weights"):
         load_config(str(copy), key="teachers.0.model")
 
 
@@ -59,7 +56,7 @@ def test_tokenizer_that_is_not_there(copy: Path) -> None:
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
 @pytest.mark.parametrize("pattern", [{"String": "q"}, {"String": ""}, {"Regex": r"\b"}, {"Regex": "q?"}])
 def test_tokenizer_that_makes_a_bomb_of_a_letter(copy: Path, part: str, pattern: dict[str, str]) -> None:
-    """Bug: the memory is full of the letter q."""
+    """Bug: forty doublings of one letter fill memory."""
     settings = json.loads((copy / "tokenizer.json").read_text())
     doubling = {"type": "Replace", "pattern": pattern, "content": "qq"}
     settings[part] = {"type": "Sequence", f"{part}s": [doubling] * 40}
@@ -69,7 +66,7 @@ def test_tokenizer_that_makes_a_bomb_of_a_letter(copy: Path, part: str, pattern:
 
 
 def test_tokenizer_that_writes_umlauts_as_two_letters(copy: Path) -> None:
-    """Bug: replacements of different letters are multiplied."""
+    """Bug: replacements of different letters are multiplied, and a harmless tokenizer is refused."""
     settings = json.loads((copy / "tokenizer.json").read_text())
     settings["normalizer"] = {
         "type": "Sequence",
@@ -91,7 +88,7 @@ def test_tokenizer_is_that_of_transformers(tiny: Tiny) -> None:
 def test_weights_on_the_hub_are_part_of_a_fingerprint(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pickled: bool
 ) -> None:
-    """Bug: a hash of config.json alone, the same for all models of a family, where weights were not downloaded yet."""
+    """Bug: before weights are downloaded only config.json is hashed, which models of a family share."""
     if is_pickled:
         (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     snapshot = tmp_path / "snapshot"
@@ -101,10 +98,9 @@ def test_weights_on_the_hub_are_part_of_a_fingerprint(
         assert name == "org/model"
         return str(shutil.copy(copy / file, snapshot)) if (copy / file).is_file() else None
 
-    for module in (stored_weights, stored_weights):
-        monkeypatch.setattr(module, "cached_file", downloaded)
-    found = stored_weights.weights_fingerprint("org/model", key="teachers.0.model")
+    monkeypatch.setattr(stored_weights, "cached_file", downloaded)
+    fingerprint = stored_weights.weights_fingerprint("org/model", key="teachers.0.model")
     monkeypatch.undo()
-    assert found == stored_weights.weights_fingerprint(str(copy), key="teachers.0.model")
+    assert fingerprint == stored_weights.weights_fingerprint(str(copy), key="teachers.0.model")
     next(iter(copy.glob("*model.*"))).write_bytes(b"others")
-    assert found != stored_weights.weights_fingerprint(str(copy), key="teachers.0.model")
+    assert fingerprint != stored_weights.weights_fingerprint(str(copy), key="teachers.0.model")

@@ -1,4 +1,4 @@
-"""Adapters on models of every family: what they are put on, what they start as, and what they are merged into."""
+"""Adapters on models of every family: their target layers, initial values and merged weights."""
 
 import json
 import math
@@ -52,21 +52,21 @@ def loaded(folder: Path, settings: Lora, dtype: torch.dtype = torch.float32) -> 
 def test_weights_are_read_into_what_adapters_are_beside(
     one_rank: None, family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Frozen and bit for bit; adapters are fp32, and at first the model computes what the base does."""
+    """Bugs: a base weight that is trained or not read bit for bit; adapters not in fp32, or not 0 at the start."""
     folder = save(family, tmp_path)
-    found, base = loaded(folder, Lora(rank=3), dtype), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    parameters: dict[str, Any] = dict(found.named_parameters())
-    own = dict(adapter_parameters(found))
+    model, base = loaded(folder, Lora(rank=3), dtype), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    adapters = dict(adapter_parameters(model))
     for name, parameter in parameters.items():
-        assert parameter.requires_grad == (name in own), name
-        assert parameter.dtype == (torch.float32 if name in own else dtype), name
-    frozen = {name.replace(".base_layer", ""): each for name, each in parameters.items() if name not in own}
+        assert parameter.requires_grad == (name in adapters), name
+        assert parameter.dtype == (torch.float32 if name in adapters else dtype), name
+    frozen = {name.replace(".base_layer", ""): tensor for name, tensor in parameters.items() if name not in adapters}
     assert frozen.keys() == dict(base.named_parameters()).keys()
     for name, parameter in base.named_parameters():
         assert torch.equal(gathered(frozen[name]), parameter), name
     with torch.no_grad():
-        assert torch.equal(found(input_ids=IDS).logits, base(input_ids=IDS).logits)
-    assert found.state_dict().keys() == own.keys()
+        assert torch.equal(model(input_ids=IDS).logits, base(input_ids=IDS).logits)
+    assert model.state_dict().keys() == adapters.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,27 +76,28 @@ def test_all_linear_layers_are_those_that_peft_means(one_rank: None, family: str
         AutoModelForCausalLM.from_pretrained(folder), LoraConfig(r=3, target_modules="all-linear")
     ).get_base_model()
     expected = {name: parameter.shape for name, parameter in adapter_parameters(oracle)}
-    assert {name: each.shape for name, each in adapter_parameters(loaded(folder, Lora(rank=3)))} == expected
+    assert {name: parameter.shape for name, parameter in adapter_parameters(loaded(folder, Lora(rank=3)))} == expected
 
 
 def test_they_start_as_linear_layers_do_and_the_same_on_every_layout(tmp_path: Path) -> None:
-    """A rank's part is rows of the same whole; none is like another, and the seed decides."""
+    """Bugs: ranks' parts that do not join to the one-rank adapter; two adapters with equal values; a wrong scale."""
     folder = save("llama, tied", tmp_path)
     with alone():
-        whole = dict(adapter_parameters(loaded(folder, Lora(rank=3))))
+        full = dict(adapter_parameters(loaded(folder, Lora(rank=3))))
     parts: list[dict[str, Tensor]] = []
     for rank in range(2):
         with as_rank(rank, 2):
-            parts.append({name: local(each) for name, each in adapter_parameters(loaded(folder, Lora(rank=3)))})
-    for name, value in whole.items():
+            model = loaded(folder, Lora(rank=3))
+            parts.append({name: local(parameter) for name, parameter in adapter_parameters(model)})
+    for name, value in full.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), value), name
         bound = 1 / math.sqrt(value.shape[1]) if ".lora_A." in name else 0.0
         assert value.abs().max() <= bound
         assert bool(value.any()) == (bound > 0)
-    drawn = [value.detach() for name, value in whole.items() if ".lora_A." in name]
+    drawn = [value.detach() for name, value in full.items() if ".lora_A." in name]
     assert len({float(value.sum()) for value in drawn}) == len(drawn)
     spread = torch.cat([value.flatten() * math.sqrt(value.shape[1]) for value in drawn]).std()
-    # Of a uniform distribution on [-1, 1], from more than 700 numbers.
+    # A uniform distribution on [-1, 1] has this deviation; the sample has over 700 values.
     assert float(spread) == pytest.approx(1 / math.sqrt(3), rel=0.1)
 
 
@@ -108,17 +109,17 @@ def test_merged_weights_are_the_sum(family: str, tmp_path: Path) -> None:
     beside = AutoModelForCausalLM.from_pretrained(folder)
     adapters.attach(beside)
     generator = torch.Generator().manual_seed(1)
-    state = {name: torch.randn(each.shape, generator=generator) for name, each in adapter_parameters(beside)}
+    state = {name: torch.randn(parameter.shape, generator=generator) for name, parameter in adapter_parameters(beside)}
     drawn = torch.get_rng_state()
     adapters.merge(state, merged)
-    assert torch.equal(torch.get_rng_state(), drawn)  # else dropout goes on otherwise where a run is continued
-    found = dict(merged.named_parameters())
-    assert found.keys() == dict(base.named_parameters()).keys()
+    assert torch.equal(torch.get_rng_state(), drawn)  # otherwise a resumed run has other dropout
+    weights = dict(merged.named_parameters())
+    assert weights.keys() == dict(base.named_parameters()).keys()
     for name, weight in base.named_parameters():
         owner = name.removesuffix(".weight")
         a, b = (state.get(f"{owner}.lora_{side}.default.weight") for side in "AB")
         expected = weight if a is None or b is None else weight + 12 / 3 * b @ a
-        torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-6)
     assert not hasattr(merged, "peft_config")
 
 
@@ -168,7 +169,8 @@ def test_an_adapter_folder_tells_its_base(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     adapters = Adapters(Lora(rank=3, alpha=12), str(folder), SEED)
     adapters.attach(model)
-    adapters.save({name: each.detach() for name, each in adapter_parameters(model)}, model, tmp_path / "adapter")
+    state = {name: parameter.detach() for name, parameter in adapter_parameters(model)}
+    adapters.save(state, model, tmp_path / "adapter")
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(folder)
     assert (written["r"], written["lora_alpha"], written["inference_mode"]) == (3, 12, True)

@@ -1,4 +1,4 @@
-"""Sequences that are packed into one row are read as each is alone, in every family of models."""
+"""A packed sequence gives the same logits and gradients as the sequence alone, in every family."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -122,11 +122,11 @@ def in_one_row(model: PreTrainedModel) -> Tensor:
     ids = nn.utils.rnn.pad_sequence(sequences(), batch_first=True)
     ids = nn.functional.pad(ids, (0, 10 - ids.shape[1]))
     source = HiddenStateModel(model, key="student.model")
-    made = source(ids, packing)
-    head = made.head
-    logits = head.after_linear(nn.functional.linear(made.hidden, head.weight, head.bias)).squeeze(0)
-    (gradient,) = torch.autograd.grad((logits * weights(logits)).sum(), made.hidden, retain_graph=True)
-    source.backward(made, gradient, packing)
+    output = source(ids, packing)
+    head = output.head
+    logits = head.after_linear(nn.functional.linear(output.hidden, head.weight, head.bias)).squeeze(0)
+    (gradient,) = torch.autograd.grad((logits * weights(logits)).sum(), output.hidden, retain_graph=True)
+    source.backward(output, gradient, packing)
     return logits
 
 
@@ -135,16 +135,17 @@ def weights(logits: Tensor) -> Tensor:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Compare logits, and gradients of all parameters but the head's, whose own gradient a loss leaves.
+    """Compare logits and gradients of all parameters except the head's, whose gradient comes from a loss.
 
-    Tokens of other sequences change them by more than a tenth.
+    Attention across sequences would change them by more than 0.1.
     """
     expected = alone(model)
     head = model.get_output_embeddings()
-    parameters = {name: each for name, each in model.named_parameters() if each is not head.weight}
-    wanted = torch.autograd.grad((expected * weights(expected)).sum(), list(parameters.values()), allow_unused=True)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter is not head.weight}
+    weighted = (expected * weights(expected)).sum()
+    expected_gradients = torch.autograd.grad(weighted, list(parameters.values()), allow_unused=True)
     torch.testing.assert_close(in_one_row(model), expected, rtol=1e-4, atol=1e-4)
-    for (name, parameter), gradient in zip(parameters.items(), wanted, strict=True):
+    for (name, parameter), gradient in zip(parameters.items(), expected_gradients, strict=True):
         if gradient is not None and name != "lm_head.bias":
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-3, msg=name)
@@ -160,14 +161,14 @@ def test_families_that_can_be_packed(family: str) -> None:
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families_read_padded_rows(family: str) -> None:
-    """Bugs: a state, a convolution or a chunk that goes on from one sequence into the next; a soft-cap that is lost."""
+    """Bugs: a state, convolution or chunk continues from one sequence into the next; a soft-cap is lost."""
     model = model_of(OTHERS[family])
     assert not is_packable(model)
     check(model)
 
 
 def test_factors_that_depend_on_positions_do_not_keep_a_model_from_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: up to transformers 5.17 longrope compares positions on meta, and Phi-4-mini silently read padded rows."""
+    """Bug: longrope compares positions on meta up to transformers 5.17, so Phi-4-mini silently reads padded rows."""
     forward = Phi3RotaryEmbedding.forward
 
     def forward_of_5_17(self: Any, x: Tensor, position_ids: Tensor) -> Any:
@@ -181,7 +182,7 @@ def test_factors_that_depend_on_positions_do_not_keep_a_model_from_packing(monke
 
 
 def test_a_trial_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: an error of the trial itself made a model slower, and nothing said so."""
+    """Bug: an error in the trial itself makes a model slower without a warning."""
 
     def fails(self: Any, x: Tensor, position_ids: Tensor) -> Any:
         raise RuntimeError("not on meta")
@@ -196,7 +197,7 @@ def test_a_trial_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_positions_are_those_that_the_model_reads(family: str) -> None:
     model = model_of((PACKABLE | OTHERS)[family])
     read: list[int] = []
-    model.get_input_embeddings().register_forward_hook(lambda _, given, __: read.append(given[0].numel()))
+    model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: read.append(inputs[0].numel()))
     ids, packing = nn.utils.rnn.pad_sequence(sequences(), batch_first=True), packing_of(*LENGTHS)
     source = HiddenStateModel(model, key="student.model")
 
@@ -206,7 +207,7 @@ def test_positions_are_those_that_the_model_reads(family: str) -> None:
 
 
 def test_layers_that_are_run_again_attend_within_sequences_too() -> None:
-    """Bug: the backward pass recomputes a layer after its attention was put back."""
+    """Bug: the backward pass recomputes a layer after its attention was restored."""
     model = model_of(PACKABLE["mistral, window"])
     checkpoint_activations(model)
     model.train()
@@ -220,14 +221,14 @@ def test_attention_that_is_not_transformers_default_is_left() -> None:
 
 @pytest.mark.parametrize("family", ["mistral, window", "qwen2, biases"])
 def test_flash_attention_of_a_package_is_given_the_bounds(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under its own name, and not replaced by PyTorch's."""
+    """Bugs: the package's attention is replaced by PyTorch's, or does not get the sequences' bounds."""
     model, name = model_of(PACKABLE[family]), "flash_attention_2"
     expected = alone(model)
     calls: list[int] = []
 
-    def flash(*given: Any, **bounds: Any) -> Any:
+    def flash(*arguments: Any, **bounds: Any) -> Any:
         calls.append(bounds["max_length_q"])
-        return ALL_ATTENTION_FUNCTIONS["nemo_opd_packed"](*given, **bounds)
+        return ALL_ATTENTION_FUNCTIONS["nemo_opd_packed"](*arguments, **bounds)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, flash)
     model.config._attn_implementation = name
@@ -242,21 +243,21 @@ def test_flash_attention_of_a_package_is_given_the_bounds(family: str, monkeypat
 def test_flash_attention_is_asked_for_the_same(
     window: int | None, key_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arguments mean what torch documents: `window_size` positions to the left and to the right of each."""
+    """Catches arguments with another meaning than torch documents (`window_size`: positions left and right)."""
 
     def documented(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: Tensor, *lengths: int, **options: Any) -> Tensor:
         assert lengths == (max(LENGTHS), max(LENGTHS))
         assert ends.dtype == torch.int32
-        left, right = options["window_size"]
-        made = torch.empty_like(q)
+        past, future = options["window_size"]
+        output = torch.empty_like(q)
         for start, stop in zip(ends.tolist(), ends.tolist()[1:], strict=False):
             for i in range(start, stop):
-                seen = slice(start if left < 0 else max(start, i - left), min(stop, i + right + 1))
+                seen = slice(start if past < 0 else max(start, i - past), min(stop, i + future + 1))
                 for h in range(q.shape[1]):
-                    of_key = h * k.shape[1] // q.shape[1]
-                    shares = (k[seen, of_key] @ q[i, h] * options["scale"]).softmax(0)
-                    made[i, h] = shares @ v[seen, of_key]
-        return made
+                    key_head = h * k.shape[1] // q.shape[1]
+                    shares = (k[seen, key_head] @ q[i, h] * options["scale"]).softmax(0)
+                    output[i, h] = shares @ v[seen, key_head]
+        return output
 
     monkeypatch.setattr(packed_attention, "varlen_attn", documented)
     random = torch.Generator().manual_seed(3)
@@ -294,9 +295,9 @@ def fresh() -> Iterator[None]:
 def test_layers_with_flash_attention_are_compiled_once(
     family: str, monkeypatch: pytest.MonkeyPatch, fresh: None
 ) -> None:
-    """Traced as a whole with torch's operator, of which only the shapes are computed here.
+    """Bug: a new graph for each number of tokens or sequences, or for each longest length.
 
-    Bug: a graph for each number of tokens or of sequences, or for each length of the longest one.
+    Layers are traced in full with torch's operator; on meta only its shapes are computed.
     """
     monkeypatch.setattr(packed_attention, "_has_flash", lambda *_: True)
     model = model_of(PACKABLE[family]).to("meta")
@@ -306,8 +307,8 @@ def test_layers_with_flash_attention_are_compiled_once(
         ids = torch.zeros(1, sum(lengths), dtype=torch.int64, device="meta")
         bounds = packed_attention.bounds(packing_of(*lengths).bounds.to("meta"), longest=max(lengths))
         with packed_attention.packed_attention(model):
-            made = model.model(input_ids=ids, position_ids=ids, use_cache=False, **bounds)
-        assert made.last_hidden_state.shape == (1, sum(lengths), 16)
+            output = model.model(input_ids=ids, position_ids=ids, use_cache=False, **bounds)
+        assert output.last_hidden_state.shape == (1, sum(lengths), 16)
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -319,18 +320,18 @@ def test_layers_with_flash_attention_are_compiled_once(
 def test_flash_attention_of_a_gpu_is_that_by_length(
     key_heads: int, window: int | None, lengths: tuple[int, ...]
 ) -> None:
-    """The kernel itself, forward and backward, against one call of SDPA for each length."""
+    """Catches a wrong result of the kernel, forward or backward, against one call of SDPA for each length."""
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
     torch.manual_seed(0)
-    # Rounded first: the roundings of inputs are no errors of the kernel.
+    # Rounded first: rounding of inputs is not an error of the kernel.
     shapes = [(1, heads, sum(lengths), 16) for heads in (4, key_heads, key_heads)]
-    given = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+    inputs = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
     outputs = []
     for dtype in (torch.bfloat16, torch.float32):  # only the first is the kernel's
-        query, key, value = (tensor.detach().to(dtype).requires_grad_() for tensor in given)
+        query, key, value = (tensor.detach().to(dtype).requires_grad_() for tensor in inputs)
         assert packed_attention._has_flash(query, value, 0.0) == (dtype is torch.bfloat16)
-        made = attended(query, key, value, ends, max(lengths), 0.25, window)
-        made.float().square().sum().backward()
-        outputs.append([made, query.grad, key.grad, value.grad])
+        output = attended(query, key, value, ends, max(lengths), 0.25, window)
+        output.float().square().sum().backward()
+        outputs.append([output, query.grad, key.grad, value.grad])
     for ours, reference in zip(*outputs, strict=True):
         torch.testing.assert_close(ours.float(), reference, rtol=0.03, atol=0.03)

@@ -1,4 +1,4 @@
-"""Cut over ranks in any way, a model gives the gradients and the update that it gives whole."""
+"""A sharded model has the same gradients and update as an unsharded one, in every layout."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +30,8 @@ LAYOUTS = {
     "tp, positions shared": Parallelism(tp=2, sequence_parallel=True),
 }
 FAMILY = "llama, tied"
-"""The family whose checkpoints are read, and which is cut in several copies."""
-OF_FAMILY = {
+"""The family for tests of checkpoints and of several copies."""
+FAMILY_LAYOUTS = {
     "llama, tied": tuple(LAYOUTS),
     "qwen3, norms of heads": ("tp, positions shared",),
     "gemma2, soft-cap": ("dp", "tp, positions shared"),
@@ -43,23 +43,23 @@ OF_FAMILY = {
     "gpt_oss, biases and sinks": ("tp",),
     "deepseek_v3, shared experts": ("tp",),
 }
-"""Layouts in which a family has something that others have not: data parallelism takes any parameter for any other."""
+"""Layouts that treat a family specially: data parallelism treats all parameters alike."""
 COPIES = {"two copies": Parallelism(replicas=2)}
 SHARDED_COPIES = {**COPIES, "two copies, tp": Parallelism(replicas=2, tp=2)}
 """On four ranks."""
 TOLERANCE = 4e-6
-"""Of a tensor's largest entry. Everything is float64 but FSDP2's sums over ranks and what transformers itself computes
-in float32, norms above all: 2**-24 relative each, some dozens of them one after the other.
+"""Relative to a tensor's largest entry. Everything is float64 except FSDP2's sums over ranks and transformers' own
+float32 operations (norms): dozens of roundings of 2**-24 each.
 """
 
 
 class NoTokenizer:
     def save_pretrained(self, folder: Path) -> None:
-        """There is none."""
+        """Save nothing."""
 
 
-def whole(folder: Path) -> Trained:
-    """The oracle: one process, plain autograd over all logits, of mixtures a loop over experts."""
+def trained_on_one_rank(folder: Path) -> Trained:
+    """Return the oracle's result: one process, plain autograd over all logits, a loop over a mixture's experts."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     optimizer = adamw(model)
     logits = model(input_ids=IDS).logits
@@ -72,47 +72,49 @@ def whole(folder: Path) -> Trained:
     return Trained(logits.detach(), gradients, norm, dict(model.named_parameters()))
 
 
-def difference(found: Tensor, wanted: Tensor) -> float:
-    assert found.shape == wanted.shape
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def difference(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def compared(found: Trained, wanted: Trained) -> dict[str, float]:
-    assert found.gradients.keys() == wanted.gradients.keys()
+def compared(actual: Trained, expected: Trained) -> dict[str, float]:
+    assert actual.gradients.keys() == expected.gradients.keys()
     return {
-        "logits": difference(found.logits, wanted.logits),
-        "norm": abs(found.norm / wanted.norm - 1),
-        **{f"gradient of {name}": difference(found.gradients[name], each) for name, each in wanted.gradients.items()},
-        **{f"updated {name}": difference(found.weights[name], each) for name, each in wanted.weights.items()},
+        "logits": difference(actual.logits, expected.logits),
+        "norm": abs(actual.norm / expected.norm - 1),
+        **{
+            f"gradient of {name}": difference(actual.gradients[name], grad) for name, grad in expected.gradients.items()
+        },
+        **{f"updated {name}": difference(actual.weights[name], weight) for name, weight in expected.weights.items()},
     }
 
 
 def errors_on_rank(folders: Mapping[str, Path], output: Path) -> dict[str, dict[str, float]]:
-    """Family and layout → what differs, and by how much."""
+    """Return the differences from the oracle, keyed by family and layout, then by tensor."""
     errors: dict[str, dict[str, float]] = {}
     for family, folder in folders.items():
-        wanted = whole(folder)
+        expected = trained_on_one_rank(folder)
         if family in MIXED:
-            errors[f"{family}/default"] = {"logits": difference(default_experts(folder).double(), wanted.logits)}
-        for layout in (*OF_FAMILY[family], *(COPIES if family == FAMILY else ())):
+            errors[f"{family}/default"] = {"logits": difference(default_experts(folder).double(), expected.logits)}
+        for layout in (*FAMILY_LAYOUTS[family], *(COPIES if family == FAMILY else ())):
             parallelism = (LAYOUTS | COPIES)[layout]
             mesh, model = cut(folder, parallelism, activation_checkpointing="positions" in layout)
             if family in MIXED:
                 model.set_experts_implementation("batched_mm")  # the default has no float64
-            found, optimizer = train(model, mesh, parallelism)
-            errors[f"{family}/{layout}"] = compared(found, wanted)
+            trained, optimizer = train(model, mesh, parallelism)
+            errors[f"{family}/{layout}"] = compared(trained, expected)
             if family == FAMILY:
                 errors[f"{family}/{layout}/saved"] = saved_and_read(model, optimizer, folder, output / layout)
     return errors
 
 
 def default_experts(folder: Path) -> Tensor:
-    """Logits of the way of computing experts that transformers takes by itself, in its float32."""
+    """Return logits with transformers' default implementation of experts, in float32."""
     parallelism = Parallelism(tp=2)
     mesh, model = cut(folder, parallelism, dtype=torch.float32)
-    with_head, packing = LogitModel(model, mesh=mesh, parallelism=parallelism), unpadded(IDS)
+    source, packing = LogitModel(model, mesh=mesh, parallelism=parallelism), unpadded(IDS)
     with torch.no_grad():
-        logits = with_head.whole(with_head(IDS, packing), packing).read(torch.arange(IDS.numel()), VOCABULARY)
+        logits = source.whole(source(IDS, packing), packing).read(torch.arange(IDS.numel()), VOCABULARY)
     return logits.view(*IDS.shape, -1)
 
 
@@ -121,27 +123,27 @@ def saved_and_read(
 ) -> dict[str, float]:
     """Read what one layout saved into a data-parallel model, export both, and compare.
 
-    Generators, which differ where they are saved, are read as for pairs of ranks that share matrices.
+    Each rank saves a different generator; they are read as for pairs of ranks that share matrices (tp=2).
     """
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
     torch.manual_seed(dist.get_rank())
     save_state(folder / "state", model, optimizer, scheduler)
     save_pretrained(model, NoTokenizer(), folder / "exported", torch.float64)
-    _, other = cut(source, Parallelism())
-    other_optimizer = adamw(other)
-    load_state(folder / "state", other, other_optimizer, LambdaLR(other_optimizer, lambda _: 1.0), tp=2)
+    _, fresh_model = cut(source, Parallelism())
+    fresh_optimizer = adamw(fresh_model)
+    load_state(folder / "state", fresh_model, fresh_optimizer, LambdaLR(fresh_optimizer, lambda _: 1.0), tp=2)
     drawn = [torch.zeros(()) for _ in range(dist.get_world_size())]
     dist.all_gather(drawn, torch.rand(()))
-    save_pretrained(other, NoTokenizer(), folder / "again", torch.float64)
+    save_pretrained(fresh_model, NoTokenizer(), folder / "again", torch.float64)
     exported, again = load_file(folder / "exported/model.safetensors"), load_file(folder / "again/model.safetensors")
     assert exported.keys() == again.keys()
-    differences = {f"exported {name}": difference(again[name], each) for name, each in exported.items()}
+    differences = {f"exported {name}": difference(again[name], tensor) for name, tensor in exported.items()}
     differences["dropout of ranks that share matrices"] = difference(torch.stack(drawn[1::2]), torch.stack(drawn[::2]))
-    for (name, left), right in zip(model.named_parameters(), other.parameters(), strict=True):
+    for (name, parameter), fresh_parameter in zip(model.named_parameters(), fresh_model.parameters(), strict=True):
         for moment in ("exp_avg", "exp_avg_sq"):
-            wanted: Any = optimizer.state[left][moment]
-            read: Any = other_optimizer.state[right][moment]
-            differences[f"{moment} of {name}"] = difference(read.full_tensor(), wanted.full_tensor())
+            expected: Any = optimizer.state[parameter][moment]
+            actual: Any = fresh_optimizer.state[fresh_parameter][moment]
+            differences[f"{moment} of {name}"] = difference(actual.full_tensor(), expected.full_tensor())
     return differences
 
 
@@ -152,18 +154,22 @@ def errors(two_ranks: list[Any]) -> dict[str, dict[str, float]]:
     return merged
 
 
-@pytest.mark.parametrize(("family", "layout"), [(family, each) for family in OF_FAMILY for each in OF_FAMILY[family]])
+@pytest.mark.parametrize(
+    ("family", "layout"), [(family, layout) for family, layouts in FAMILY_LAYOUTS.items() for layout in layouts]
+)
 def test_gradients_and_update(errors: dict[str, dict[str, float]], family: str, layout: str) -> None:
-    """Also of tied embeddings, of what sees only its own heads, and of biases that are added once. Bugs of mixtures: a
-    token's experts on the other rank are left out, its shared expert is added twice, or a router learns from its
-    rank's experts alone."""
-    wrong = {what: error for what, error in errors[f"{family}/{layout}"].items() if not error < TOLERANCE}
+    """Bugs: tied embeddings or norms of single heads learn from one rank alone; biases are added once per rank.
+
+    In mixtures: a token's experts on another rank are ignored, its shared expert is added twice, or a router learns
+    from its own rank's experts alone.
+    """
+    wrong = {name: error for name, error in errors[f"{family}/{layout}"].items() if not error < TOLERANCE}
     assert not wrong
 
 
 @pytest.mark.parametrize("family", MIXED)
 def test_experts_that_a_rank_leaves_out_add_nothing(errors: dict[str, dict[str, float]], family: str) -> None:
-    """Bug: rows of tokens for other ranks' experts, which grouped products do not write, are added to the sum."""
+    """Bug: grouped products do not write the rows of other ranks' experts, and these rows are added to the sum."""
     assert 0 < errors[f"{family}/default"]["logits"] < 300 * 2**-24
 
 
@@ -171,30 +177,32 @@ def test_experts_that_a_rank_leaves_out_add_nothing(errors: dict[str, dict[str, 
 def test_a_checkpoint_is_read_by_another_layout_and_exported_the_same(
     errors: dict[str, dict[str, float]], layout: str
 ) -> None:
-    wrong = {what: error for what, error in errors[f"{FAMILY}/{layout}/saved"].items() if error}
+    wrong = {name: error for name, error in errors[f"{FAMILY}/{layout}/saved"].items() if error}
     assert not wrong
 
 
 @pytest.mark.parametrize("layout", COPIES)
 def test_gradients_and_update_of_several_copies(errors: dict[str, dict[str, float]], layout: str) -> None:
-    """Bugs: gradients that are averaged over a copy alone; a norm that counts each copy."""
+    """Bugs: gradients are averaged within a copy only; a norm counts each copy."""
     test_gradients_and_update(errors, FAMILY, layout)
 
 
 @pytest.mark.nightly
 def test_copies_that_are_sharded(tmp_path: Path) -> None:
-    """Bugs as above, and copies that are sharded over each other's ranks."""
+    """Bugs as above, and copies sharded over each other's ranks."""
     folder = save(FAMILY, tmp_path)
-    for found in on_ranks(4, errors_of_sharded_copies, folder, tmp_path / "ranks"):
-        wrong = {f"{layout}: {what}": error for layout, each in found.items() for what, error in each.items()}
-        assert wrong
-        assert {what: error for what, error in wrong.items() if not error < TOLERANCE} == {}
+    for rank_errors in on_ranks(4, errors_of_sharded_copies, folder, tmp_path / "ranks"):
+        merged = {
+            f"{layout}: {name}": error for layout, errors in rank_errors.items() for name, error in errors.items()
+        }
+        assert merged
+        assert {name: error for name, error in merged.items() if not error < TOLERANCE} == {}
 
 
 def errors_of_sharded_copies(folder: Path) -> dict[str, dict[str, float]]:
-    wanted, errors = whole(folder), {}
+    expected, errors = trained_on_one_rank(folder), {}
     for layout, parallelism in SHARDED_COPIES.items():
         mesh, model = cut(folder, parallelism)
-        found, optimizer = train(model, mesh, parallelism)
-        errors[layout] = compared(found, wanted) | saved_and_read(model, optimizer, folder, folder / layout)
+        trained, optimizer = train(model, mesh, parallelism)
+        errors[layout] = compared(trained, expected) | saved_and_read(model, optimizer, folder, folder / layout)
     return errors

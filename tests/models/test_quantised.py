@@ -1,4 +1,4 @@
-"""Quantised teachers are loaded as transformers loads them or as the plain weights that they stand for, or refused."""
+"""Quantised teachers are loaded as transformers does, or dequantised, or refused."""
 
 import json
 from collections.abc import Iterator
@@ -60,13 +60,13 @@ def save_plain(config: PretrainedConfig, folder: Path) -> dict[str, Tensor]:
 
 def save_quantised(plain: Path, folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
     folder.mkdir()
-    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     values = json.loads((plain / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "quantization_config": settings}))
 
 
 def save_fp8(folder: Path, **sizes: int) -> None:
-    """Write a model in fp8 to `folder`/quantised, and the plain one that it stands for to `folder`/plain."""
+    """Write a model in fp8 to `folder`/quantised, and its dequantised weights to `folder`/plain."""
     tensors = save_plain(LlamaConfig(**{**WIDE, **sizes}), folder / "plain")
     quantised = dict(tensors)
     for name, weight in tensors.items():
@@ -83,7 +83,7 @@ def save_fp8(folder: Path, **sizes: int) -> None:
 
 
 def save_mxfp4(folder: Path, **sizes: int) -> None:
-    """The same of a gpt-oss model with experts in mxfp4: 4-bit codes, the first in the low bits, and exponents."""
+    """Do the same for gpt-oss with experts in mxfp4: 4-bit codes (the first in the low bits) and exponents."""
     config = GptOssConfig(**{**WIDE, **sizes}, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
     tensors = save_plain(config, folder / "plain")
     quantised = dict(tensors)
@@ -101,7 +101,7 @@ def save_mxfp4(folder: Path, **sizes: int) -> None:
 
 
 def save_compressed(folder: Path) -> None:
-    """The same in int8 as compressed-tensors stores it, a scale a row."""
+    """Do the same in int8 as compressed-tensors stores it, with a scale for each row."""
     pytest.importorskip("compressed_tensors", reason="it is not installed (the extra quantised)")
     tensors = save_plain(LlamaConfig(**WIDE), folder / "plain")
     quantised = dict(tensors)
@@ -125,17 +125,18 @@ def save_compressed(folder: Path) -> None:
 
 @pytest.mark.parametrize("save", [save_fp8, save_mxfp4, save_compressed])
 def test_what_is_cut_is_dequantised(save: Any, tmp_path: Path) -> None:
-    """Bugs: codes are taken for weights, without their scales; a rank's part is of other rows than its plain one."""
+    """Bugs: codes are read as weights, without their scales; a rank's part has other rows than the plain model's."""
     save(tmp_path)
     for rank in range(2):
         with as_rank(rank, 2):
-            found, wanted = (dict(loaded(tmp_path / kind, 2).named_parameters()) for kind in ("quantised", "plain"))
-        assert found.keys() == wanted.keys()
-        for name, parameter in wanted.items():
-            own: Any = found[name]
+            quantised, plain = (dict(loaded(tmp_path / kind, 2).named_parameters()) for kind in ("quantised", "plain"))
+        assert quantised.keys() == plain.keys()
+        for name, parameter in plain.items():
+            actual: Any = quantised[name]
             expected: Any = parameter
-            assert own.placements == expected.placements
-            torch.testing.assert_close(own.to_local(), expected.to_local(), rtol=2**-8, atol=0)  # bfloat16 in between
+            assert actual.placements == expected.placements
+            # Dequantised in bfloat16.
+            torch.testing.assert_close(actual.to_local(), expected.to_local(), rtol=2**-8, atol=0)
 
 
 def save_bitsandbytes(folder: Path) -> None:
@@ -149,11 +150,11 @@ def save_bitsandbytes(folder: Path) -> None:
 def test_one_rank_keeps_what_is_quantised(one_rank: None, tmp_path: Path) -> None:
     """Bug: FSDP2 gathers packed codes in the compute precision, as if they were weights."""
     save_bitsandbytes(tmp_path)
-    found = loaded(tmp_path / "quantised")
-    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32, device_map="cpu")
-    assert torch.uint8 in {parameter.dtype for parameter in found.parameters()}
+    model = loaded(tmp_path / "quantised")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32, device_map="cpu")
+    assert torch.uint8 in {parameter.dtype for parameter in model.parameters()}
     with torch.no_grad():
-        assert torch.equal(found(input_ids=IDS).logits, wanted(input_ids=IDS).logits)
+        assert torch.equal(model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
     with pytest.raises(ModelError, match=r"quantised \(bitsandbytes\), and a student's are trained;"):
         loaded(tmp_path / "quantised", trainable=True)
 

@@ -1,4 +1,4 @@
-"""Weights read piece by piece are those that transformers loads, and no rank holds more than it has to."""
+"""Weights read piece by piece equal those that transformers loads, and a rank's memory stays near its shard's size."""
 
 import ctypes
 import gc
@@ -69,45 +69,48 @@ def no_whole_load(*_: Any, **__: Any) -> None:
 def test_everything_is_what_transformers_loads(
     one_rank: None, family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, rotary frequencies and other buffers that no file has included."""
+    """Catches any bit that differs, also in rotary frequencies and other buffers that files do not have."""
     monkeypatch.setattr(sharded_load, "load_model", no_whole_load)
     folder = save(family, tmp_path)
-    found, wanted = loaded(folder, dtype), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    parameters = dict(found.named_parameters())
-    assert parameters.keys() == dict(wanted.named_parameters()).keys()
-    for name, parameter in wanted.named_parameters():
-        own: Any = parameters[name]
-        assert own.dtype == dtype
-        assert torch.equal(gathered(own), parameter), name
-    buffers = dict(found.named_buffers())
-    assert buffers.keys() == dict(wanted.named_buffers()).keys()
-    for name, buffer in wanted.named_buffers():
+    model, expected = loaded(folder, dtype), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == dict(expected.named_parameters()).keys()
+    for name, parameter in expected.named_parameters():
+        actual: Any = parameters[name]
+        assert actual.dtype == dtype
+        assert torch.equal(gathered(actual), parameter), name
+    buffers = dict(model.named_buffers())
+    assert buffers.keys() == dict(expected.named_buffers()).keys()
+    for name, buffer in expected.named_buffers():
         assert buffers[name].dtype == buffer.dtype
         assert torch.equal(buffers[name], buffer), name
     with torch.no_grad():
-        assert torch.equal(found(input_ids=IDS).logits, wanted(input_ids=IDS).logits)
-    assert found.generation_config == wanted.generation_config
+        assert torch.equal(model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
+    assert model.generation_config == expected.generation_config
 
 
 @pytest.mark.parametrize("family", ["llama, tied", "qwen2, biases", "phi3, fused", *MIXED])
 def test_every_rank_reads_the_part_that_torch_would_give_it(family: str, tmp_path: Path) -> None:
-    """Two by two ranks and a vocabulary that neither divides; torch cuts the whole model, we read parts of files."""
+    """Catches a shard with other rows than torch's, on 2 × 2 ranks and with a vocabulary that 2 does not divide.
+
+    torch cuts the full model; we read parts of files.
+    """
     folder = save(family, tmp_path)
     for rank in range(4):
         with as_rank(rank, 4):
-            found = loaded(folder, parallelism=Parallelism(tp=2))
-            whole = load_model(str(folder), torch.float32, key="student.model")
+            model = loaded(folder, parallelism=Parallelism(tp=2))
+            expected_model = load_model(str(folder), torch.float32, key="student.model")
             mesh = build_mesh(Layout(2, 1, 2), "cpu")
-            parallelize(whole, mesh, Parallelism(tp=2), compute_dtype=torch.float32, key="student")
-            for (name, own), wanted in zip(found.named_parameters(), whole.parameters(), strict=True):
-                assert isinstance(own, DTensor)
-                assert isinstance(wanted, DTensor)
-                assert own.placements == wanted.placements
-                assert torch.equal(own.to_local(), wanted.to_local()), name
+            parallelize(expected_model, mesh, Parallelism(tp=2), compute_dtype=torch.float32, key="student")
+            for (name, actual), expected in zip(model.named_parameters(), expected_model.parameters(), strict=True):
+                assert isinstance(actual, DTensor)
+                assert isinstance(expected, DTensor)
+                assert actual.placements == expected.placements
+                assert torch.equal(actual.to_local(), expected.to_local()), name
 
 
 def change(folder: Path, name: str, tensor: Tensor | None) -> None:
-    """Put a tensor in the place of another, or take it away."""
+    """Replace a tensor of the folder, or delete it if `tensor` is None."""
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         if name in tensors:
@@ -126,7 +129,7 @@ def test_missing_weights_and_weights_of_another_shape(one_rank: None, tmp_path: 
 
 
 def test_an_expert_is_missing_or_of_another_shape(one_rank: None, tmp_path: Path) -> None:
-    """Bug: the experts behind a missing one move up, and tokens are sent to others than they were in training."""
+    """Bug: the experts after a missing one move up, so tokens reach other experts than in training."""
     folder, name = save("mixtral, all layers", tmp_path), "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     change(folder, name, torch.ones(24, 17))
     with pytest.raises(ModelError, match=rf"could not be loaded \({name} is \[24, 17\], the model has \[4, 48, 16\]"):
@@ -137,29 +140,29 @@ def test_an_expert_is_missing_or_of_another_shape(one_rank: None, tmp_path: Path
 
 
 def test_a_base_model_is_read_by_its_own_names(one_rank: None, tmp_path: Path) -> None:
-    """transformers adds the prefix; the tied head is in no file."""
+    """Catches a base model's names without their prefix, and a tied head, which files do not have."""
     model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
     model.model.save_pretrained(tmp_path)
     assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
-    found: Any = loaded(tmp_path).get_output_embeddings()
-    assert torch.equal(gathered(found.weight), model.lm_head.weight)
+    head: Any = loaded(tmp_path).get_output_embeddings()
+    assert torch.equal(gathered(head.weight), model.lm_head.weight)
 
 
 def test_weights_that_are_read_whole(one_rank: None, tmp_path: Path) -> None:
-    """Tied weights that are two in the file stay two, as transformers has it; and an old format."""
+    """Bugs: two different tied weights in a file become one, unlike in transformers; the .bin format is not read."""
     model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
     (tmp_path / "two").mkdir()
     model.save_pretrained(tmp_path / "two")
     tensors = load_file(tmp_path / "two/model.safetensors")
     head = torch.randn(model.lm_head.weight.shape)
     save_file({**tensors, "lm_head.weight": head}, tmp_path / "two/model.safetensors", {"format": "pt"})
-    found: Any = loaded(tmp_path / "two").get_output_embeddings()
-    assert torch.equal(gathered(found.weight), head)
+    loaded_head: Any = loaded(tmp_path / "two").get_output_embeddings()
+    assert torch.equal(gathered(loaded_head.weight), head)
     (tmp_path / "old").mkdir()
     model.config.save_pretrained(tmp_path / "old")
     torch.save(model.state_dict(), tmp_path / "old/pytorch_model.bin")
-    found = loaded(tmp_path / "old").get_output_embeddings()
-    assert torch.equal(gathered(found.weight), model.lm_head.weight)
+    loaded_head = loaded(tmp_path / "old").get_output_embeddings()
+    assert torch.equal(gathered(loaded_head.weight), model.lm_head.weight)
 
 
 MIB = 2**20
@@ -172,7 +175,7 @@ LARGE = LlamaConfig(
     num_key_value_heads=4,
     tie_word_embeddings=False,
 )
-"""137 MiB, of which the largest tensor has 20."""
+"""137 MiB; the largest tensor has 20."""
 LARGE_MIXTURE = Qwen3MoeConfig(
     vocab_size=1000,
     hidden_size=512,
@@ -183,20 +186,20 @@ LARGE_MIXTURE = Qwen3MoeConfig(
     num_key_value_heads=4,
     tie_word_embeddings=False,
 )
-"""109 MiB, of which the stacked experts have up to 32 a parameter, and in files up to 2 a tensor."""
+"""109 MiB; the stacked experts have up to 32 for each parameter, and up to 2 for each tensor of a file."""
 
 
 def anonymous_memory() -> int:
-    """Bytes that are the process's own, which pages of mapped files are not."""
+    """Return the process's memory in bytes, without pages of mapped files."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
 class Peak:
-    """Of memory, looked at about a thousand times a second."""
+    """The largest memory in bytes above its value at the start, sampled about a thousand times a second."""
 
     def __enter__(self) -> "Peak":
-        self.bytes = self.before = anonymous_memory()
+        self.bytes = self.baseline = anonymous_memory()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -209,19 +212,19 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join()
-        self.bytes = max(self.bytes, anonymous_memory()) - self.before
+        self.bytes = max(self.bytes, anonymous_memory()) - self.baseline
 
 
 @dataclass(frozen=True)
 class Memory:
-    """In bytes, for each way of cutting: most that was held while loading, and the shard that was kept."""
+    """Bytes for each layout: the peak while loading, and the rank's shard."""
 
     peak: list[int]
     shard: list[int]
 
 
 def save_large(folder: Path) -> dict[str, Path]:
-    """A dense model and a mixture of experts, by name."""
+    """Save a dense model and a mixture of experts; return their folders, keyed by name."""
     folders = {}
     for name, config in (("dense", LARGE), ("mixture", LARGE_MIXTURE)):
         model = on_meta(config).to_empty(device="cpu")
@@ -241,13 +244,13 @@ def memory_on_rank(folder: Path) -> Memory:
     memory = Memory([], [])
     for parallelism in (Parallelism(tp=2), Parallelism()):
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # memory that is used again, or freed meanwhile, could not be seen
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise reuse of freed memory does not show
         with Peak() as peak:
             model = loaded(folder, parallelism=parallelism)
-        own: Any = list(model.parameters())
+        parameters: Any = list(model.parameters())
         memory.peak.append(peak.bytes)
-        memory.shard.append(sum(each.to_local().nbytes for each in own))
-        del model, own
+        memory.shard.append(sum(parameter.to_local().nbytes for parameter in parameters))
+        del model, parameters
     return memory
 
 
@@ -257,17 +260,17 @@ def memory_on_rank(folder: Path) -> Memory:
 def test_a_rank_holds_its_shard_and_one_tensor(
     two_ranks: list[Any], name: str, config: PretrainedConfig, largest: int
 ) -> None:
-    """Bug: a rank reads whole tensors, or all experts of a layer, and keeps its part of them."""
-    whole = sum(parameter.nbytes for parameter in on_meta(config).parameters())
-    slack = 12 * MIB  # What Python and torch keep for modules, tables of operators and pools.
+    """Bug: a rank reads full tensors, or all experts of a layer, before it takes its part."""
+    total = sum(parameter.nbytes for parameter in on_meta(config).parameters())
+    slack = 12 * MIB  # for Python's and torch's modules, operator tables and pools
     for rank in two_ranks:
         for peak, shard in zip(rank.memory[name].peak, rank.memory[name].shard, strict=True):
-            assert shard <= whole / 2 + MIB
-            assert shard / 2 < peak <= shard + largest + slack < whole, (peak / MIB, shard / MIB)
+            assert shard <= total / 2 + MIB
+            assert shard / 2 < peak <= shard + largest + slack < total, (peak / MIB, shard / MIB)
 
 
 def save_not_finite(folder: Path, value: float, row: int) -> Path:
-    """A model of which one value is not finite."""
+    """Save a model with two values that are not finite."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     with torch.no_grad():
@@ -285,7 +288,7 @@ def refusal(folder: Path) -> str:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused(one_rank: None, value: float, tmp_path: Path) -> None:
-    """Bug: a teacher of NaN is told to use handoff=logits, and with that destroys the student."""
+    """Bug: the advice for a teacher with NaN is handoff=logits, which destroys the student."""
     folder = save_not_finite(tmp_path / "model", value, row=0)
     assert refusal(folder).startswith(
         f"student.model={folder}: model.layers.1.mlp.up_proj.weight has 1 of 384 values that are not finite (and so "
@@ -301,7 +304,7 @@ def test_weights_that_overflow_in_float16_are_told_so(one_rank: None, tmp_path: 
 
 
 def test_all_ranks_refuse_what_one_of_them_has(tmp_path: Path) -> None:
-    """Bug: one rank refuses its shard, and the other waits for it in the first collective."""
+    """Bug: one rank refuses its shard, and the other rank waits for it in the first collective."""
     folder = save_not_finite(tmp_path / "model", float("nan"), row=-1)
     first, second = on_ranks(2, refusal, folder, tmp_path / "ranks")
     assert first == second

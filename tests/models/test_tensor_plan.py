@@ -1,4 +1,4 @@
-"""A model that cannot be cut is refused with the number that is why, and the tp that would do."""
+"""Tensor-parallel plans: a model that cannot be cut is refused with the size at fault and the tp that would work."""
 
 import pytest
 import torch
@@ -37,11 +37,11 @@ def test_every_matrix_of_a_layer_is_cut(family: str) -> None:
 
 
 def test_norms_of_heads_are_found_where_the_plan_does_not_name_them() -> None:
-    """Their gradients would be those of one rank's heads."""
+    """Bug: a rank's gradient of such a norm covers only its own heads."""
     plan = tensor_plan(on_meta(FAMILIES["phi, biases"]), 2, sequence_parallel=False, key=KEY)
     assert plan.styles["model.layers.1.self_attn.q_layernorm"] is Style.PER_HEAD
-    whole = tensor_plan(on_meta(FAMILIES["olmo2, norms of all heads"]), 2, sequence_parallel=False, key=KEY)
-    assert "model.layers.1.self_attn.q_norm" not in whole.styles
+    olmo_plan = tensor_plan(on_meta(FAMILIES["olmo2, norms of all heads"]), 2, sequence_parallel=False, key=KEY)
+    assert "model.layers.1.self_attn.q_norm" not in olmo_plan.styles
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_models_that_transformers_cuts_otherwise_or_not_at_all() -> None:
 
 
 def test_experts_that_cannot_be_cut() -> None:
-    """Bug: a number of experts that ranks do not divide, or attention that reads a part of the positions."""
+    """Bugs: a plan for experts that the ranks do not divide, or for attention that reads only some positions."""
     model = on_meta(MIXTURES["mixtral, all layers"])
     plan = tensor_plan(model, 2, sequence_parallel=True, key=KEY)
     assert plan.mixtures == ("model.layers.0.mlp", "model.layers.1.mlp")

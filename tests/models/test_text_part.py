@@ -1,4 +1,4 @@
-"""Of a model that reads more than text its text part alone is loaded, and says of text what the whole model says."""
+"""Only the text part of a multimodal model is loaded, and its logits for text equal the full model's."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -86,18 +86,16 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_the_text_part_says_what_the_whole_model_says(one_rank: None, kind: str, tmp_path: Path) -> None:
-    """Bugs: weights of another name are left at random; rotary angles or tied heads of another configuration; a tower
-    that nobody asks is loaded; what is saved has names that no text model has."""
-    whole = save(kind, tmp_path / "whole")
-    part, read_whole = (
-        loaded(tmp_path / "whole"),
-        load_model(str(tmp_path / "whole"), torch.float32, key="student.model"),
-    )
+    """Bugs: weights under other names stay random; rotary angles or tied heads follow another configuration; an unused
+    vision tower is loaded; saved weights have names that no text model has."""
+    full_model = save(kind, tmp_path / "whole")
+    part = loaded(tmp_path / "whole")
+    read_at_once = load_model(str(tmp_path / "whole"), torch.float32, key="student.model")
 
-    for model in (part, read_whole):
+    for model in (part, read_at_once):
         assert not [name for name, _ in model.named_parameters() if "vis" in name or "projector" in name]
-        torch.testing.assert_close(logits(model), logits(whole), rtol=1e-6, atol=1e-6)
-    for name, model in (("piecewise", part), ("read whole", read_whole)):
+        torch.testing.assert_close(logits(model), logits(full_model), rtol=1e-6, atol=1e-6)
+    for name, model in (("piecewise", part), ("read whole", read_at_once)):
         model.save_pretrained(tmp_path / name)
         again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert type(again) is type(part)
@@ -105,18 +103,18 @@ def test_the_text_part_says_what_the_whole_model_says(one_rank: None, kind: str,
 
 
 def test_names_of_older_files(one_rank: None, tmp_path: Path) -> None:
-    """Bug: only the names that this version of transformers writes are known."""
-    whole = save("mistral3", tmp_path)
+    """Bug: names that older versions of transformers wrote are unknown."""
+    full_model = save("mistral3", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert "language_model.model.norm.weight" in tensors
     renamed = {
         name.replace("language_model.model.", "model.language_model.").replace(
             "language_model.lm_head", "lm_head"
-        ): each
-        for name, each in tensors.items()
+        ): tensor
+        for name, tensor in tensors.items()
     }
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
-    assert torch.equal(logits(loaded(tmp_path)), logits(whole))
+    assert torch.equal(logits(loaded(tmp_path)), logits(full_model))
 
 
 def test_what_cannot_be_read_as_text(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which models read later tokens, and which continue a prompt differently beside a longer one."""
+"""Trials that find models which read later tokens, and models whose samples depend on the prompts beside them."""
 
 import pytest
 import torch
@@ -68,48 +68,48 @@ ENCODERS = {
     "XLMRobertaXL",
     "XLNet",
 }
-"""Families in transformers' list of causal models that by default are not: CPM-Ant reads its text in both directions as
-context, and ProphetNet mixes positions in its stream of predictions, whose main stream is causal.
+"""Families in transformers' list of causal models that are not causal by default. CPM-Ant reads its text as context in
+both directions, and ProphetNet mixes positions in its prediction stream (its main stream is causal).
 """
 
 
 @pytest.mark.parametrize("name", NOT_CAUSAL)
 def test_a_model_that_reads_later_tokens_is_refused(name: str) -> None:
-    """Catches an encoder, or Gemma 3 as it embeds texts, that is trained as if it predicted the next token."""
+    """Bug: an encoder, or Gemma 3 for embeddings, is trained as if it predicted the next token."""
     with pytest.raises(ModelError, match=r"student\.model=FOLDER: .*come after.*name a causal language model"):
         require_causal(NOT_CAUSAL[name], "FOLDER", key="student.model")
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_model_passes(name: str) -> None:
-    """Catches mixtures, states and windows that are taken for a view of later tokens."""
+    """Bug: a mixture, a state or a window counts as reading later tokens."""
     require_causal(CAUSAL[name], "FOLDER", key="student.model")
 
 
 @pytest.mark.parametrize("name", BATCHING)
 def test_models_are_sampled_in_batches_that_change_nothing(name: str) -> None:
-    """Catches states and positions that begin with the padding or mix rows, and a trial so strict that ordinary models
-    would be sampled a few rows at a time.
+    """Bugs: states or positions that include padding or mix rows are not noticed; the trial is so strict that ordinary
+    models are sampled a few rows at a time.
     """
     config, expected = BATCHING[name]
     assert batching(config) == expected
 
 
 def test_a_miniature_is_small_and_the_same_each_time() -> None:
-    """Catches a trial that builds a model of billions of weights, or whose result or random state differs by rank."""
+    """Bugs: a trial builds billions of weights; its result or random state differs by rank."""
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
     first, second = (next(miniatures(DeepseekV3Config(), seed=0)) for _ in range(2))
     assert torch.rand(1) == expected
     assert sum(parameter.numel() for parameter in first.parameters()) < 30_000_000
-    for left, right in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(left, right)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.nightly
 def test_every_family_of_transformers_is_judged_rightly() -> None:
-    """Catches a false alarm in one of the causal families, and sizes that can no longer be reduced."""
+    """Bugs: a causal family is refused; a family's sizes can no longer be reduced."""
     refused, tried = set(), 0
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
         try:

@@ -1,4 +1,4 @@
-"""Ranks for tests of models: real ones with gloo, and one process that plays a rank with nothing sent."""
+"""Ranks for tests of models: processes with gloo, or this process as one rank with a fake process group."""
 
 import os
 import pickle
@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import processes
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def as_rank(rank: int, num_ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        # Layouts that torch has worked out are kept, with the coordinates of the rank that this process was.
+        # torch caches layouts with the coordinates of this process's former rank.
         _clear_python_sharding_prop_cache()
         _clear_fast_path_sharding_prop_cache()
 
@@ -43,8 +43,8 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def on_ranks(num_ranks: int, function: Callable[[Any], Made], argument: Any, folder: Path) -> list[Made]:
-    """What function(argument) gives on each rank of a gloo world."""
+def on_ranks(num_ranks: int, function: Callable[[Any], Result], argument: Any, folder: Path) -> list[Result]:
+    """Return the result of function(argument) on each rank of a gloo world."""
     folder.mkdir(parents=True, exist_ok=True)
     processes.start(_rank, (num_ranks, function, argument, folder), num_ranks)
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
@@ -56,5 +56,5 @@ def _rank(rank: int, num_ranks: int, function: Callable[[Any], Any], argument: A
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps(function(argument)))
     dist.barrier()
-    # Past the interpreter's own teardown, which takes seconds with everything that was imported.
+    # Skips the interpreter's teardown, which takes seconds with so many imports.
     os._exit(0)
