@@ -1,4 +1,4 @@
-"""Losses with heads on the pretended GPU, rows aligned and not: prints as JSON how they differ.
+"""Prints, as JSON, the differences of losses with aligned rows of logits from losses without, on the pretended GPU.
 
 uv run python -m tests.logits.aligned
 """
@@ -24,18 +24,18 @@ HEADS = {
     "as wide as the vocabulary, bf16": (0, torch.bfloat16),
     "wider than aligned rows, bf16": (70, torch.bfloat16),
 }
-"""Rows of a head beyond the vocabulary."""
+"""Rows of each head beyond the vocabulary, and its dtype."""
 NAMES = {"same_vocab", "tcad", "sampled_kl-k2", "p_kl", "p_kl-mean", "gold", "strict", "byte_prefix", "alm", "uld"}
 
 
 @dataclass(frozen=True)
 class Difference:
     is_equal: bool
-    """Whether the loss and its gradients are the same to the last bit."""
+    """The loss and its gradients are equal bit for bit."""
     misaligned: list[tuple[int, ...]]
-    """Strides of operands and results of products whose rows do not begin at a multiple of 64 numbers."""
+    """Strides of matrices in products whose rows do not begin at a multiple of NUMBERS."""
     misaligned_before: int
-    """How many there are without aligned rows."""
+    """Number of such matrices without the alignment."""
 
 
 class Strides(TorchDispatchMode):
@@ -44,24 +44,24 @@ class Strides(TorchDispatchMode):
         self.misaligned: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            matrices = [each for each in (*args, made) if isinstance(each, Tensor) and each.dim() == 2]
-            self.misaligned += [each.stride() for each in matrices if max(each.stride()) % NUMBERS]
-        return made
+            matrices = [matrix for matrix in (*args, result) if isinstance(matrix, Tensor) and matrix.dim() == 2]
+            self.misaligned += [matrix.stride() for matrix in matrices if max(matrix.stride()) % NUMBERS]
+        return result
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Eighths, whose sums of products are exact in whichever order a product adds them up."""
+    """Return multiples of 1/8: sums of their products are exact in any order."""
     return (random_logits(*shape, seed, 1.0) * 8).round().div(8).to(dtype).to(DEVICE).requires_grad_()
 
 
-def value_and_gradients(case: Case, batch: Batch, further_rows: int, dtype: torch.dtype) -> list[Tensor]:
+def value_and_gradients(case: Case, batch: Batch, extra_rows: int, dtype: torch.dtype) -> list[Tensor]:
     sizes = batch.student.shape[2], batch.teacher.shape[2]
     student, teacher = (
         HeadLogits(
             drawn(*side.shape[:2], HIDDEN, seed=i, dtype=dtype),
-            Head(drawn(1, size + further_rows, HIDDEN, seed=2 + i, dtype=dtype).detach()[0].requires_grad_()),
+            Head(drawn(1, size + extra_rows, HIDDEN, seed=2 + i, dtype=dtype).detach()[0].requires_grad_()),
         )
         for i, (side, size) in enumerate(zip((batch.student, batch.teacher), sizes, strict=True))
     )
@@ -70,15 +70,15 @@ def value_and_gradients(case: Case, batch: Batch, further_rows: int, dtype: torc
     return [loss, *torch.autograd.grad(loss, student.leaves)]
 
 
-def difference(case: Case, further_rows: int, dtype: torch.dtype) -> Difference:
+def difference(case: Case, extra_rows: int, dtype: torch.dtype) -> Difference:
     with counted():
         batch = case.batch(0, torch.float32)
         sent = dict(zip(MOVED, to_device_batched([getattr(batch, name) for name in MOVED], DEVICE), strict=True))
         with Strides() as strides:
-            ours = value_and_gradients(case, replace(batch, **sent), further_rows, dtype)
+            aligned = value_and_gradients(case, replace(batch, **sent), extra_rows, dtype)
         with patch.object(rows, "ALIGNMENT", 1), Strides() as plain_strides:
-            plain = value_and_gradients(case, replace(batch, **sent), further_rows, dtype)
-        is_equal = all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(ours, plain, strict=True))
+            plain = value_and_gradients(case, replace(batch, **sent), extra_rows, dtype)
+        is_equal = all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(aligned, plain, strict=True))
     return Difference(is_equal, strides.misaligned, len(plain_strides.misaligned))
 
 

@@ -1,4 +1,4 @@
-"""Rows of logits and gradients are aligned on a GPU, and losses are the same: on one that is pretended."""
+"""Rows of logits and gradients are aligned on a (pretended) GPU, and losses stay the same."""
 
 import json
 from typing import Any
@@ -12,16 +12,16 @@ pytestmark = pytest.mark.world
 
 @pytest.fixture(scope="module")
 def differences() -> dict[str, Any]:
-    by_case: dict[str, Any] = json.loads(processes.program("tests.logits.aligned"))
-    return by_case
+    results: dict[str, Any] = json.loads(processes.program("tests.logits.aligned"))
+    return results
 
 
 def test_products_have_aligned_rows(differences: dict[str, Any]) -> None:
-    """Bug: with Qwen3's 151,669 columns cuBLAS fell back to kernels of earlier GPUs."""
-    assert all(of["misaligned_before"] for of in differences.values())
-    assert {name: of["misaligned"] for name, of in differences.items() if of["misaligned"]} == {}
+    """Bug: with Qwen3's 151,669 columns cuBLAS uses slow kernels for earlier GPUs."""
+    assert all(result["misaligned_before"] for result in differences.values())
+    assert {name: result["misaligned"] for name, result in differences.items() if result["misaligned"]} == {}
 
 
 def test_a_loss_and_its_gradient_are_the_same_to_the_last_bit(differences: dict[str, Any]) -> None:
-    """Bug: a gradient in columns beyond the vocabulary, or a loss that reads them. The case's products are exact."""
-    assert [name for name, of in differences.items() if not of["is_equal"]] == []
+    """Bug: a gradient in columns beyond the vocabulary, or a loss that reads them. Products are exact here."""
+    assert [name for name, result in differences.items() if not result["is_equal"]] == []

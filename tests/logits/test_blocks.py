@@ -16,7 +16,7 @@ def test_parts_cover_the_units_once():
 
 
 def test_parts_fit_the_budget_by_what_their_positions_take(monkeypatch):
-    """A chunk of many tokens would take many times the memory of its neighbours."""
+    """Bug: a chunk of many tokens exceeds the budget because parts count units, not their rows."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 40)
     lengths = [0, 1, 9, 10, 11, 31, 32]
     assert local_parts(SOURCE, unit_cells(6, 1, (lengths, 1))) == [
@@ -29,13 +29,13 @@ def test_parts_fit_the_budget_by_what_their_positions_take(monkeypatch):
 
 
 def test_parts_of_a_product_have_the_rows_that_it_needs():
-    """Bug: the bits per byte of a teacher with 262,144 tokens streamed its head for every 21 rows."""
+    """Bug: with 262,144 tokens, bits per byte read the teacher's head again for every 21 rows."""
     parts = local_parts(Product(torch.zeros(1, 1, 1)), unit_cells(300, 3 * 2**18))
     assert [part.stop - part.start for part in parts] == [128, 128, 44]
 
 
 def test_every_process_of_a_share_has_as_many_parts():
-    """A process with a part less would leave the others waiting in a collective read."""
+    """Bug: a process has fewer parts, and the other processes wait for it in a collective read."""
 
     class Shared(TensorLogits):
         def __init__(self, index: int) -> None:
@@ -59,7 +59,7 @@ class Product(TensorLogits):
 @pytest.mark.parametrize("source", [SOURCE, Product(torch.zeros(1, 1, 1))], ids=["tensor", "product"])
 @pytest.mark.parametrize("budget", [1, 20, 10**6])
 def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows(source, budget, monkeypatch):
-    """Over random terms whose units are runs of rows, so that they lie across each other."""
+    """Catches a unit that is lost, computed twice or lacks rows, for random terms with overlapping units."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", budget)
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
     generator = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows(source
 
 @pytest.mark.parametrize(("budget", "sizes"), [(4, [1] * 6), (8, [2, 2, 2]), (12, [3, 3]), (10**6, [6])])
 def test_products_are_of_as_many_rows_as_the_budget_has_room_for(budget, sizes, monkeypatch):
-    """A product with a whole head for each few rows would take many times as long as the loss."""
+    """Bug: a product with the full head for every few rows takes many times as long as the loss."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", budget)
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
     term = Term(torch.arange(6), nothing, unit_cells(6, 1), 1, chunk_size=1)
@@ -97,7 +97,7 @@ def test_products_are_of_as_many_rows_as_the_budget_has_room_for(budget, sizes, 
 
 
 def test_only_terms_outside_kernels_cut_a_block_into_steps(monkeypatch):
-    """Bug: 253 of a block's 1,772 rows at a time, for temporaries that no kernel has: half of an H100 was idle."""
+    """Bug: steps sized for temporaries that kernels do not have (253 of 1,772 rows) leave half of an H100 idle."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 160)
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
     wide, narrow = (Term(torch.arange(30), nothing, unit_cells(30, cells), 4) for cells in (40, 10))
@@ -116,13 +116,15 @@ def test_only_terms_outside_kernels_cut_a_block_into_steps(monkeypatch):
 
 
 def test_a_wide_vocabulary_has_as_many_rows_as_a_product_needs():
-    """Bug: 64 MiB held 16 rows of 2^20 tokens, so that the head was streamed for every 16 rows."""
+    """Bug: the budget of 64 MiB has room for 16 rows of 2^20 tokens, so the head is read again for every 16 rows."""
     term = Term(torch.arange(300), nothing, unit_cells(300, 2**20), 2**20)
     sizes = [len(block.rows) for block in blocks(Product(torch.zeros(1, 1, 1)), [term])]
     assert sizes == [CPU_PRODUCT_ROWS, CPU_PRODUCT_ROWS, 300 - 2 * CPU_PRODUCT_ROWS]
 
 
 def test_every_process_of_a_share_has_a_product():
+    """Bug: a process of a share multiplies the rows of the other processes too."""
+
     class Shared(Product):
         share = (1, 4)
 
@@ -133,7 +135,7 @@ def test_every_process_of_a_share_has_a_product():
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("kind", [TensorLogits, Product])
 def test_units_that_lie_across_each_other_all_along_are_cut(kind, processes, monkeypatch):
-    """Bug: no row suited all terms as the end of a block, so that one process read all rows at once."""
+    """Bug: no row ends a unit of all terms, so one process reads all rows at once."""
     length, fitting = 8192, 256
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", fitting * 4)
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
@@ -142,21 +144,24 @@ def test_units_that_lie_across_each_other_all_along_are_cut(kind, processes, mon
         begins = list(range(0, length - 2 * first + 1, 2))
         rows = torch.arange(first, length - first)
         terms.append(Term(rows, nothing, unit_cells(len(begins) - 1, 1), 1, begins))
-    found = []
+    blocks_by_process = []
     for index in range(processes):
         source = kind(torch.zeros(1, 1, 1))
         source.share = (index, processes)
-        found.append(list(blocks(source, terms)))
-    assert max(len(block.rows) for own in found for block in own) <= (LONGEST + 1) * fitting
-    rounds = list(zip(*found, strict=True))
+        blocks_by_process.append(list(blocks(source, terms)))
+    assert (
+        max(len(block.rows) for process_blocks in blocks_by_process for block in process_blocks)
+        <= (LONGEST + 1) * fitting
+    )
+    rounds = list(zip(*blocks_by_process, strict=True))
     read: set[int] = set()
-    for at_once in rounds:
-        assert len({(len(block.steps), block.overlaps) for block in at_once}) == 1
-        for block in at_once:
+    for parallel_blocks in rounds:
+        assert len({(len(block.steps), block.overlaps) for block in parallel_blocks}) == 1
+        for block in parallel_blocks:
             assert block.overlaps >= bool(read & set(block.rows.tolist()))
             read |= set(block.rows.tolist())
     for i, term in enumerate(terms):
-        units = [step[i][0] for at_once in rounds for block in at_once for step in block.steps]
+        units = [step[i][0] for parallel_blocks in rounds for block in parallel_blocks for step in block.steps]
         assert sorted(unit for part in units for unit in range(part.start, part.stop)) == list(range(term.num_units))
-    of_each = [sum(len(block.rows) for block in own) for own in found]
-    assert max(of_each) - min(of_each) <= (LONGEST + 1) * fitting
+    rows_by_process = [sum(len(block.rows) for block in process_blocks) for process_blocks in blocks_by_process]
+    assert max(rows_by_process) - min(rows_by_process) <= (LONGEST + 1) * fitting

@@ -35,21 +35,21 @@ def test_value_and_gradient_are_those_of_the_plain_sum():
 def test_weights_are_of_units_and_leave_the_other_sum_as_it_is():
     source = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
     rows, weights = torch.tensor([2, 0, 3]), torch.tensor([0.5, 2.0, -1.0], dtype=torch.float64)
-    found = sums(source, rows, weights=weights)
-    each = (source.detach()[0, rows] ** 3).sum(-1)
-    torch.testing.assert_close(found.total.detach(), (weights * each).sum())
-    torch.testing.assert_close(found.of_terms[0], torch.stack([found.total.detach(), each.sum()]))
-    (gradient,) = torch.autograd.grad(found.total, source)
+    result = sums(source, rows, weights=weights)
+    losses = (source.detach()[0, rows] ** 3).sum(-1)
+    torch.testing.assert_close(result.total.detach(), (weights * losses).sum())
+    torch.testing.assert_close(result.of_terms[0], torch.stack([result.total.detach(), losses.sum()]))
+    (gradient,) = torch.autograd.grad(result.total, source)
     torch.testing.assert_close(gradient[0, rows], 3 * weights.unsqueeze(1) * source.detach()[0, rows] ** 2)
 
 
 def squares_of_pairs(logits: torch.Tensor, part: slice) -> torch.Tensor:
-    """A loss of units of two rows each, which only the product of both makes."""
+    """Return the losses of units of two rows; each loss needs both rows."""
     return (logits[0::2] * logits[1::2]).square().sum(-1)
 
 
 def terms_of_different_units(chunk_size: int | None) -> list[Term]:
-    """Rows alone, some of them needed by pairs that lie across each other's and the blocks' boundaries."""
+    """Return a term of single rows and a term of pairs, which share rows and cross the blocks' boundaries."""
     single, pairs = torch.tensor([0, 2, 3, 5, 7]), torch.tensor([1, 2, 3, 4, 6, 7])
     weights = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
     return [
@@ -59,7 +59,7 @@ def terms_of_different_units(chunk_size: int | None) -> list[Term]:
 
 
 def expected_sums(logits: torch.Tensor) -> torch.Tensor:
-    """Of `terms_of_different_units`: [2, 2]."""
+    """Return the weighted and plain sums [2, 2] of `terms_of_different_units`."""
     singles = (logits[[0, 2, 3, 5, 7], :3] ** 3).sum()
     pairs = 3 * torch.stack([(logits[a, :4] * logits[b, :4]).square().sum() for a, b in ((1, 2), (3, 4), (6, 7))])
     weighted = pairs[0] + 0.5 * pairs[1] - 2 * pairs[2]
@@ -69,19 +69,19 @@ def expected_sums(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, None])
 def test_terms_taken_together_are_the_sum_of_each(chunk_size):
     source = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
-    found = blockwise_sum(TensorLogits(source), terms_of_different_units(chunk_size), [0.5, -1.5])
+    result = blockwise_sum(TensorLogits(source), terms_of_different_units(chunk_size), [0.5, -1.5])
     sums = expected_sums(source.flatten(0, 1))
     total = 0.5 * sums[0, 0] - 1.5 * sums[1, 0]
-    torch.testing.assert_close(found.of_terms, sums.detach())
-    torch.testing.assert_close(found.total, total)
-    torch.testing.assert_close(*(torch.autograd.grad(value, source)[0] for value in (found.total, total)))
+    torch.testing.assert_close(result.of_terms, sums.detach())
+    torch.testing.assert_close(result.total, total)
+    torch.testing.assert_close(*(torch.autograd.grad(value, source)[0] for value in (result.total, total)))
     with torch.no_grad():
-        without = blockwise_sum(TensorLogits(source), terms_of_different_units(chunk_size), [0.5, -1.5])
-    assert torch.equal(without.of_terms, found.of_terms)
+        without_gradient = blockwise_sum(TensorLogits(source), terms_of_different_units(chunk_size), [0.5, -1.5])
+    assert torch.equal(without_gradient.of_terms, result.of_terms)
 
 
 class CountedHead(HeadLogits):
-    """Says how many rows it has made logits of."""
+    """Counts the rows of logits that it computes."""
 
     num_read = 0
 
@@ -95,22 +95,22 @@ def test_terms_taken_together_share_the_products_with_the_head(chunk_size):
     hidden = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     source = CountedHead(hidden, Head(weight))
-    found = blockwise_sum(source, terms_of_different_units(chunk_size), [0.5, -1.5])
+    result = blockwise_sum(source, terms_of_different_units(chunk_size), [0.5, -1.5])
     sums = expected_sums((hidden @ weight.t()).flatten(0, 1))
     total = 0.5 * sums[0, 0] - 1.5 * sums[1, 0]
-    gradients = [torch.autograd.grad(value, [hidden, weight]) for value in (found.total, total)]
+    gradients = [torch.autograd.grad(value, [hidden, weight]) for value in (result.total, total)]
     torch.testing.assert_close(*gradients)
     assert source.num_read == 8
 
 
 def test_a_source_that_is_not_contiguous_gets_its_gradient():
-    """A gradient written through a view of a strided buffer is lost in a copy."""
+    """Bug: a gradient written through a view of a strided buffer is lost in a copy."""
     source = torch.randn(4, 3, 2, dtype=torch.float64).permute(2, 1, 0).requires_grad_()
     assert torch.autograd.gradcheck(lambda z: total(z, torch.tensor([0, 4])), source)
 
 
 def test_backward_twice_gives_the_same():
-    """Scaling the saved gradient in place while the graph is retained would scale it again."""
+    """Bug: the saved gradient is scaled in place, and scaled again in a second backward pass."""
     source = torch.randn(1, 3, 3, requires_grad=True)
     loss = 3 * total(source, torch.arange(3))
     first, second = (torch.autograd.grad(loss, source, retain_graph=True)[0] for _ in range(2))
@@ -120,7 +120,7 @@ def test_backward_twice_gives_the_same():
 
 
 def test_backward_makes_no_second_gradient():
-    """A copy of it would be the peak of a step, and grow with the batch."""
+    """Bug: a copy of the gradient is the peak of a step's memory and grows with the batch."""
     source = torch.randn(1, 3, 3, requires_grad=True)
     seen = []
 
@@ -135,7 +135,7 @@ def test_backward_makes_no_second_gradient():
 
 
 def test_no_rows_stay_connected():
-    """A rank without units must still join the backward collectives."""
+    """Bug: a rank without units does not join the collectives of the backward pass."""
     source = torch.randn(1, 3, 3, requires_grad=True)
     loss = total(source, torch.zeros(0, dtype=torch.long))
     loss.backward()
@@ -167,7 +167,7 @@ def test_low_precision_is_computed_in_fp32_and_returned_in_kind():
 
 @pytest.mark.parametrize("is_product", [False, True])
 def test_rows_of_two_blocks_get_both_gradients(is_product, monkeypatch):
-    """Pairs that lie across each other all along are cut. Bug: the later block's gradient in place of the sum."""
+    """Bug: a row's gradient from a later block replaces the earlier one. Units overlap, so blocks cut some of them."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 1)
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
     hidden = torch.randn(2, 12, 3, dtype=torch.float64, requires_grad=True)
@@ -180,9 +180,9 @@ def test_rows_of_two_blocks_get_both_gradients(is_product, monkeypatch):
     logits = hidden @ weight.t()
     source = HeadLogits(hidden, Head(weight)) if is_product else TensorLogits(logits)
     assert any(block.overlaps for block in blocks(source, terms))
-    found = blockwise_sum(source, terms, [0.5, -1.5])
+    result = blockwise_sum(source, terms, [0.5, -1.5])
     flat = logits.flatten(0, 1)
-    whole = slice(0, None)
-    total = 0.5 * terms[0].loss_of(flat[:, :4], whole).sum() - 1.5 * terms[1].loss_of(flat[1:-1], whole).sum()
-    gradients = [torch.autograd.grad(value, [hidden, weight], retain_graph=True) for value in (found.total, total)]
+    all_units = slice(0, None)
+    total = 0.5 * terms[0].loss_of(flat[:, :4], all_units).sum() - 1.5 * terms[1].loss_of(flat[1:-1], all_units).sum()
+    gradients = [torch.autograd.grad(value, [hidden, weight], retain_graph=True) for value in (result.total, total)]
     torch.testing.assert_close(*gradients)

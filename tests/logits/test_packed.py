@@ -1,4 +1,4 @@
-"""Losses of packed sequences are those of padded ones."""
+"""Packed sequences have the same losses as padded sequences."""
 
 from dataclasses import replace
 
@@ -14,9 +14,9 @@ from tests.losses.cases import LOSSES, Case
 from tests.packings import packing_of
 
 
-@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6), more=st.integers(0, 3))
-def test_places_are_those_of_a_plain_loop(lengths: list[int], more: int) -> None:
-    width = max(lengths) + more
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6), extra=st.integers(0, 3))
+def test_places_are_those_of_a_plain_loop(lengths: list[int], extra: int) -> None:
+    width = max(lengths) + extra
     packing = packing_of(*lengths, width=width)
     row = [(b, s) for b, length in enumerate(lengths) for s in range(length)]
 
@@ -40,22 +40,24 @@ def packed(logits: Tensor, lengths: list[int]) -> tuple[PackedLogits, Tensor]:
 
 @pytest.mark.parametrize("case", LOSSES, ids=str)
 def test_losses_are_those_of_padded_sequences(case: Case) -> None:
-    """Values and gradients, over several blocks; rows have none to two positions more that no loss uses."""
+    """Catches a difference in value or gradient over several blocks; losses skip 0 to 2 positions at a row's end."""
     batch = case.batch()
     longer = batch.padded(2, 2)
     lengths = [batch.student.shape[1] + i % 3 for i in range(len(batch))]
-    same = batch.student.shape[1] == batch.teacher.shape[1]
-    of_teacher = lengths if same else [batch.teacher.shape[1] + (i + 1) % 3 for i in range(len(batch))]
+    has_equal_positions = batch.student.shape[1] == batch.teacher.shape[1]
+    teacher_lengths = (
+        lengths if has_equal_positions else [batch.teacher.shape[1] + (i + 1) % 3 for i in range(len(batch))]
+    )
     student, leaf = packed(longer.student, lengths)
-    teacher, _ = packed(longer.teacher, of_teacher)
-    whole = longer.student.detach().requires_grad_()
+    teacher, _ = packed(longer.teacher, teacher_lengths)
+    padded = longer.student.detach().requires_grad_()
 
-    expected = case.run(longer.with_logits(whole))
-    found = case.run(replace(longer, student=student, teacher=teacher), chunk_size=2)
+    expected = case.run(longer.with_logits(padded))
+    actual = case.run(replace(longer, student=student, teacher=teacher), chunk_size=2)
 
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=1e-15)
-    (of_rows,) = torch.autograd.grad(found.loss, leaf)
-    (wanted,) = torch.autograd.grad(expected.loss, whole)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-12, atol=1e-15)
+    (gradient,) = torch.autograd.grad(actual.loss, leaf)
+    (padded_gradient,) = torch.autograd.grad(expected.loss, padded)
     tokens = packing_of(*lengths, width=longer.student.shape[1]).tokens
-    torch.testing.assert_close(of_rows.squeeze(0), wanted.flatten(0, 1)[tokens], rtol=1e-9, atol=1e-13)
-    assert found.metrics.keys() == expected.metrics.keys()
+    torch.testing.assert_close(gradient.squeeze(0), padded_gradient.flatten(0, 1)[tokens], rtol=1e-9, atol=1e-13)
+    assert actual.metrics.keys() == expected.metrics.keys()

@@ -1,4 +1,4 @@
-"""Logits from bf16 or fp16 hidden states keep what a student and a teacher that nearly agree differ in."""
+"""Logits of bf16 or fp16 hidden states are precise enough for a student and a teacher that nearly agree."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def near_pair(peak: float, distance: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states of student and teacher, and the head of both; peak: the largest logit."""
+    """Return hidden states of student and teacher and their common head. peak: the largest logit."""
     weight = drawn(VOCABULARY, WIDTH, seed=0) / WIDTH**0.5
     base = drawn(1, POSITIONS, WIDTH, seed=1)
     base *= peak / (base @ weight.t()).abs().amax()
@@ -26,12 +26,12 @@ def near_pair(peak: float, distance: float, dtype: torch.dtype) -> tuple[Tensor,
     return near.to(dtype), base.to(dtype), weight.to(dtype)
 
 
-def of_logits(student: Tensor, teacher: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The mean forward KL of all positions but the last, in float64 and plain PyTorch."""
+def exact_kl(student: Tensor, teacher: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the mean forward KL over all positions except the last, in float64 and plain PyTorch."""
     shift = 0 if bias is None else bias.double()
     log_p, log_q = (
-        (hidden.double() @ head.double().t() + shift)[0, :-1].log_softmax(-1)
-        for hidden, head in ((student, weight), (teacher, weight.detach()))
+        (hidden.double() @ head_weight.double().t() + shift)[0, :-1].log_softmax(-1)
+        for hidden, head_weight in ((student, weight), (teacher, weight.detach()))
     )
     return (log_q.exp() * (log_q - log_p)).sum(-1).mean()
 
@@ -40,27 +40,27 @@ def of_logits(student: Tensor, teacher: Tensor, weight: Tensor, bias: Tensor | N
 @pytest.mark.parametrize("peak", [10.0, 20.0, 30.0])
 @pytest.mark.parametrize("distance", [0.01, 0.1])
 def test_a_small_divergence_is_what_it_is(peak: float, distance: float, dtype: torch.dtype) -> None:
-    """Bug: logits rounded to bf16, of which a KL of 6e-4 was read as 1.2e-3, with a gradient of cosine 0.76.
+    """Bug: with logits rounded to bf16, a KL of 6e-4 becomes 1.2e-3 and its gradient has cosine 0.76.
 
-    The difference of two logits, about sqrt(2 KL) > 5e-3, has the fp32 error of logits up to 30: 3 units of 1e-6 at
-    most, less than 1e-3 of it. The gradient is rounded twice, when it is brought to the head's dtype and when it is
-    written; twice that is left to what cancels in between.
+    The difference of two logits, about sqrt(2 KL) > 5e-3, has the fp32 error of logits up to 30: at most 3e-6, less
+    than 1e-3 of the difference. The gradient is rounded twice, to the head's dtype and when it is written; the
+    tolerance is twice that, for cancellation in between.
     """
     student, teacher, weight = near_pair(peak, distance, dtype)
     leaf, exact_leaf = student.clone().requires_grad_(), student.double().requires_grad_()
     exact_weight = weight.double().requires_grad_()
     head_leaf = weight.clone().requires_grad_()
-    exact = of_logits(exact_leaf, teacher, exact_weight)
+    exact = exact_kl(exact_leaf, teacher, exact_weight)
     exact.backward()
     mask = torch.ones(1, POSITIONS)
-    found = same_vocab(HeadLogits(leaf, Head(head_leaf)), HeadLogits(teacher, Head(weight)), mask=mask).loss
-    found.backward()
-    assert found.item() == pytest.approx(exact.item(), rel=2e-3)
+    loss = same_vocab(HeadLogits(leaf, Head(head_leaf)), HeadLogits(teacher, Head(weight)), mask=mask).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
     unit = torch.finfo(dtype).eps / 2
-    for gradient, wanted in ((leaf.grad, exact_leaf.grad), (head_leaf.grad, exact_weight.grad)):
-        # What is no normal number of fp16 has an absolute error.
+    for gradient, expected in ((leaf.grad, exact_leaf.grad), (head_leaf.grad, exact_weight.grad)):
+        # Subnormal numbers of fp16 have an absolute error.
         tiny = torch.finfo(dtype).smallest_normal * unit * gradient.numel() ** 0.5
-        assert (gradient.double() - wanted).norm() < 4 * unit * wanted.norm() + tiny
+        assert (gradient.double() - expected).norm() < 4 * unit * expected.norm() + tiny
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -76,39 +76,41 @@ def test_equal_sides_give_exactly_nothing(dtype: torch.dtype) -> None:
 
 
 def test_a_loss_scale_reaches_what_fp16_has_no_numbers_for() -> None:
-    """Bug: gradients formed in forward, before the scale is known, and gone in fp16 by then."""
+    """Bug: gradients are computed in the forward pass, before the scale is known, and underflow in fp16."""
     student, teacher, weight = near_pair(10.0, 0.01, torch.float16)
     exact_leaf, leaf = student.double().requires_grad_(), student.clone().requires_grad_()
-    of_logits(exact_leaf, teacher, weight).backward()
-    mask, many = torch.ones(1, POSITIONS), 1e6
+    exact_kl(exact_leaf, teacher, weight).backward()
+    mask, scale = torch.ones(1, POSITIONS), 1e6
     student_logits, teacher_logits = HeadLogits(leaf, Head(weight)), HeadLogits(teacher, Head(weight))
-    loss = same_vocab(student_logits, teacher_logits, mask=mask, normalizer=(POSITIONS - 1) * many).loss
-    (loss * many).backward()
+    loss = same_vocab(student_logits, teacher_logits, mask=mask, normalizer=(POSITIONS - 1) * scale).loss
+    (loss * scale).backward()
     assert (leaf.grad.double() - exact_leaf.grad).norm() < 2**-9 * exact_leaf.grad.norm()
 
 
-@pytest.mark.parametrize(("of_hidden", "of_head"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-def test_a_head_in_another_precision(of_hidden: torch.dtype, of_head: torch.dtype) -> None:
-    """As models have it that keep their head in fp32: nothing of either is rounded."""
+@pytest.mark.parametrize(
+    ("hidden_dtype", "head_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_a_head_in_another_precision(hidden_dtype: torch.dtype, head_dtype: torch.dtype) -> None:
+    """Bug: hidden states or head are rounded to the other's precision, as in models with an fp32 head."""
     student, teacher, weight = near_pair(20.0, 0.03, torch.float32)
     bias = drawn(VOCABULARY, seed=5)
-    student, teacher = student.to(of_hidden), teacher.to(of_hidden)
-    weight, bias = weight.to(of_head), bias.to(of_head)
+    student, teacher = student.to(hidden_dtype), teacher.to(hidden_dtype)
+    weight, bias = weight.to(head_dtype), bias.to(head_dtype)
     leaf, head_leaf = student.clone().requires_grad_(), weight.clone().requires_grad_()
     exact_leaf, exact_head = student.double().requires_grad_(), weight.double().requires_grad_()
-    exact = of_logits(exact_leaf, teacher, exact_head, bias)
+    exact = exact_kl(exact_leaf, teacher, exact_head, bias)
     exact.backward()
     sources = HeadLogits(leaf, Head(head_leaf, bias)), HeadLogits(teacher, Head(weight, bias))
     loss = same_vocab(*sources, mask=torch.ones(1, POSITIONS), chunk_size=7).loss
     loss.backward()
     assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
-    for gradient, wanted in ((leaf.grad, exact_leaf.grad), (head_leaf.grad, exact_head.grad)):
+    for gradient, expected in ((leaf.grad, exact_leaf.grad), (head_leaf.grad, exact_head.grad)):
         unit = torch.finfo(gradient.dtype).eps / 2
-        assert (gradient.double() - wanted).norm() < (unit + 2e-3) * wanted.norm()
+        assert (gradient.double() - expected).norm() < (unit + 2e-3) * expected.norm()
 
 
 def test_blocks_of_logits_count_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: twice the budget of rows, since what is read is no longer as wide as the operands."""
+    """Bug: rows are counted in the operands' bf16, so a block takes twice the budget."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 8 * 4 * VOCABULARY)
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
     student, _, weight = near_pair(10.0, 0.0, torch.bfloat16)
@@ -126,15 +128,15 @@ def test_blocks_of_logits_count_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("shape", [(0, 8, 3), (3, 8, 0), (1, 1, 1), (5, 300, 7000)])
 def test_products_are_those_of_upcast_matrices(shape: tuple[int, int, int]) -> None:
-    """Of no row, of no column, and of more columns than are in fp32 at a time."""
+    """Catches wrong products without rows, without columns, and with more columns than are upcast at a time."""
     rows, width, columns = shape
-    left, right = drawn(rows, width, seed=3).bfloat16(), drawn(columns, width, seed=4).bfloat16().t()
-    expected = left.double() @ right.double()
+    a, b = drawn(rows, width, seed=3).bfloat16(), drawn(columns, width, seed=4).bfloat16().t()
+    expected = a.double() @ b.double()
     # Sums of `width` fp32 terms in any order.
-    bound = width * torch.finfo(torch.float32).eps * (left.double().abs() @ right.double().abs())
-    made = product(left, right)
-    assert made.dtype == torch.float32
-    assert ((made.double() - expected).abs() <= bound).all()
+    bound = width * torch.finfo(torch.float32).eps * (a.double().abs() @ b.double().abs())
+    result = product(a, b)
+    assert result.dtype == torch.float32
+    assert ((result.double() - expected).abs() <= bound).all()
 
 
 class ProductSizes(TorchDispatchMode):
@@ -153,7 +155,7 @@ class ProductSizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("vocabulary", [131, 136, 59])
 def test_products_with_an_odd_vocabulary_are_cut(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: 151,669 columns at once, which a GPU multiplies seven times as slowly as 151,616 and 53."""
+    """Bug: a product of 151,669 columns, seven times as slow on a GPU as products of 151,616 and 53."""
     monkeypatch.setattr(head, "_is_cut", lambda device: True)
     monkeypatch.setattr(head, "_is_native", lambda device, dtype: True)
     hidden = drawn(2, 9, 16, seed=0).double().requires_grad_()
@@ -163,11 +165,11 @@ def test_products_with_an_odd_vocabulary_are_cut(vocabulary: int, monkeypatch: p
         cross_entropy(HeadLogits(hidden, Head(weight)), ids, mask=torch.ones(2, 9)).loss.backward()
     assert hidden.grad is not None
     assert weight.grad is not None
-    found = hidden.grad.clone(), weight.grad.clone()
+    gradients = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
     logits = (hidden @ weight.t())[:, :-1]
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-    torch.testing.assert_close(found, (hidden.grad, weight.grad), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients, (hidden.grad, weight.grad), rtol=1e-12, atol=1e-14)
     assert len(products.sizes) == (6 if vocabulary == 131 else 3)
     vocabulary_sizes = {size for sizes in products.sizes for size in sizes} - {16}
     assert vocabulary_sizes == {131: {128, 3}, 136: {136}, 59: {59}}[vocabulary]

@@ -1,4 +1,4 @@
-"""Rows read ahead are the rows that are asked for, in few wide products that fit their budget."""
+"""Rows read ahead: the same rows, in few wide products within the budget."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ ROW_BYTES = WIDTH * 8
 
 
 class Counted(TensorLogits):
-    """Notes how many rows it reads at a time."""
+    """Records the number of rows of each read."""
 
     is_product = True
 
@@ -36,7 +36,7 @@ def source(num_rows: int) -> Counted:
 
 @pytest.mark.parametrize("rows_at_once", [0, 1, 2, 3, 7, 100])
 def test_parts_of_any_size_are_the_rows_themselves(rows_at_once: int) -> None:
-    """Units of no row to several, in blocks of some of them, cut anywhere; also read again, or out of the block."""
+    """Catches wrong rows for units of 0 to 3 rows, parts cut anywhere, repeated reads, and reads outside the block."""
     generator = torch.Generator().manual_seed(rows_at_once)
     for _ in range(50):
         lengths = torch.randint(0, 4, (12,), generator=generator)
@@ -54,7 +54,7 @@ def test_parts_of_any_size_are_the_rows_themselves(rows_at_once: int) -> None:
 
 
 def test_each_row_is_read_once_and_none_beyond_the_block() -> None:
-    """Bug: rows of the parts that other processes of a share compute."""
+    """Bug: rows are read that belong to other processes of a share."""
     logits = source(20)
     ahead = ReadAhead(logits, torch.arange(20), WIDTH)
     ahead.begin(slice(2, 17), 6)
@@ -71,7 +71,7 @@ def test_what_is_there_is_read_where_it_is() -> None:
 
 
 def test_what_a_group_reads_together_is_not_read_ahead() -> None:
-    """Its processes would not read equally often, and wait for each other."""
+    """Bug: the processes of a group read a different number of times and wait for each other."""
     logits = source(8)
     logits.share = (0, 2)
     ahead = ReadAhead(logits, torch.arange(8), WIDTH)
@@ -82,8 +82,8 @@ def test_what_a_group_reads_together_is_not_read_ahead() -> None:
 
 @pytest.mark.parametrize("budget", [ROW_BYTES, 8 * ROW_BYTES, 64 * ROW_BYTES])
 def test_both_sides_share_one_budget(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of the student's rows and the rows held of the teacher exceed the budget by a chunk at most, and are as
-    wide as can be; the loss and its gradient do not depend on it.
+    """Bugs: the student's block and the teacher's rows exceed the budget by more than a chunk, or use little of it; the
+    loss or its gradient depends on the budget.
     """
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", budget)
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
@@ -97,22 +97,22 @@ def test_both_sides_share_one_budget(budget: int, monkeypatch: pytest.MonkeyPatc
         return (rows * ahead.of(part)).sum(1)
 
     term = Term(torch.arange(20), loss_of, unit_cells(20, 1), WIDTH, chunk_size=3, ahead=ahead)
-    most = max(1, budget // (2 * ROW_BYTES))
-    assert max(len(block.rows) for block in blocks(student, [term])) <= max(3, most + 2)
+    max_rows = max(1, budget // (2 * ROW_BYTES))
+    assert max(len(block.rows) for block in blocks(student, [term])) <= max(3, max_rows + 2)
 
     total = blockwise_sum(student, [term], [1.0]).total
 
-    assert max(logits.counts) <= max(3, most + 2)
-    assert len(logits.counts) <= -(-20 // max(1, most)) + 20 // 3 + 1
-    made = hidden @ student.head.weight.t()
-    expected = (made[0] * logits.leaves[0][0, :, :WIDTH]).sum()
+    assert max(logits.counts) <= max(3, max_rows + 2)
+    assert len(logits.counts) <= -(-20 // max(1, max_rows)) + 20 // 3 + 1
+    logits_of_student = hidden @ student.head.weight.t()
+    expected = (logits_of_student[0] * logits.leaves[0][0, :, :WIDTH]).sum()
     torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
-    (ours,), (theirs,) = (torch.autograd.grad(each, hidden) for each in (total, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    (gradient,), (expected_gradient,) = (torch.autograd.grad(value, hidden) for value in (total, expected))
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=0)
 
 
 def test_a_last_step_beyond_the_rows_of_a_block_is_read_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a block of 8 rows ends with the step of 3 that begins in it, and the teacher's ninth row was read alone."""
+    """Bug: a block of 8 rows grows to the end of its last step of 3, and the teacher's ninth row is read alone."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 1)
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 8)
     hidden, weight = torch.rand(1, 27, 5, dtype=torch.float64).requires_grad_(), torch.rand(WIDTH, 5).double()
@@ -129,7 +129,7 @@ def test_a_last_step_beyond_the_rows_of_a_block_is_read_with_them(monkeypatch: p
 
 @pytest.mark.parametrize("rows_at_once", [2, 5, 8, 100])
 def test_terms_that_read_the_same_rows_read_them_once(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: validation multiplied the teacher's head once for the loss and once for the overlap."""
+    """Bug: validation multiplies by the teacher's head once for the loss and once for the overlap."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 1)
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", rows_at_once)
     hidden, weight = torch.rand(1, 27, 5, dtype=torch.float64).requires_grad_(), torch.rand(WIDTH, 5).double()

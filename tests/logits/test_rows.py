@@ -1,4 +1,4 @@
-"""Logits that are made when a loss reads them give what the same logits as a tensor give."""
+"""Logits computed when a loss reads them give the same loss and gradients as a tensor of logits."""
 
 import gc
 import weakref
@@ -21,20 +21,20 @@ HEADS = {
 }
 
 
-def head(width: int, depth: int, seed: int, bias: bool = False, **options) -> Head:
+def random_head(width: int, depth: int, seed: int, bias: bool = False, **options) -> Head:
     weight = random_logits(1, width, depth, seed, 1.0)[0].requires_grad_()
     return Head(weight, random_logits(1, 1, width, seed + 1, 1.0)[0, 0].requires_grad_() if bias else None, **options)
 
 
-def made_logits(hidden: Tensor, of: Head) -> Tensor:
-    """The head in plain PyTorch."""
-    logits = hidden @ of.weight.t() if of.bias is None else hidden @ of.weight.t() + of.bias
-    logits = logits * of.scale
-    return logits if of.soft_cap is None else of.soft_cap * torch.tanh(logits / of.soft_cap)
+def plain_logits(hidden: Tensor, head: Head) -> Tensor:
+    """Compute the logits in plain PyTorch."""
+    logits = hidden @ head.weight.t() if head.bias is None else hidden @ head.weight.t() + head.bias
+    logits = logits * head.scale
+    return logits if head.soft_cap is None else head.soft_cap * torch.tanh(logits / head.soft_cap)
 
 
-def leaves(hidden: Tensor, of: Head) -> list[Tensor]:
-    return [leaf for leaf in (hidden, of.weight, of.bias) if leaf is not None]
+def leaves(hidden: Tensor, head: Head) -> list[Tensor]:
+    return [leaf for leaf in (hidden, head.weight, head.bias) if leaf is not None]
 
 
 def hidden_states(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -46,40 +46,45 @@ def hidden_states(batch: Batch) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("case", LOSSES, ids=str)
 def test_heads_give_what_their_logits_give(case: Case, kind: str):
-    """Value, and the gradients of hidden states, weight and bias, over several chunks and padded columns."""
+    """Catches a wrong value, or gradient of hidden states, weight or bias, over several chunks and padded columns."""
     batch = case.batch()
     student_hidden, teacher_hidden = hidden_states(batch)
-    student, teacher = head(batch.student.shape[2] + 2, 5, 4, **HEADS[kind]), head(batch.teacher.shape[2] + 3, 5, 6)
+    student, teacher = (
+        random_head(batch.student.shape[2] + 2, 5, 4, **HEADS[kind]),
+        random_head(batch.teacher.shape[2] + 3, 5, 6),
+    )
     sizes = {"student_vocab_size": batch.student.shape[2], "teacher_vocab_size": batch.teacher.shape[2]}
-    teacher_logits = made_logits(teacher_hidden, teacher)
-    made = case.run(batch.with_logits(made_logits(student_hidden, student), teacher_logits), **sizes)
+    teacher_logits = plain_logits(teacher_hidden, teacher)
+    expected = case.run(batch.with_logits(plain_logits(student_hidden, student), teacher_logits), **sizes)
     sources = replace(batch, student=HeadLogits(student_hidden, student), teacher=HeadLogits(teacher_hidden, teacher))
-    read = case.run(sources, chunk_size=2, **sizes)
-    torch.testing.assert_close(read.loss, made.loss, rtol=1e-12, atol=0)
-    expected = torch.autograd.grad(made.loss, leaves(student_hidden, student))
-    for gradient, wanted in zip(torch.autograd.grad(read.loss, leaves(student_hidden, student)), expected, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-13)
+    actual = case.run(sources, chunk_size=2, **sizes)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-12, atol=0)
+    expected_gradients = torch.autograd.grad(expected.loss, leaves(student_hidden, student))
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad(actual.loss, leaves(student_hidden, student)), expected_gradients, strict=True
+    ):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-13)
     assert teacher.weight.grad is None
 
 
 def test_leaves_that_take_no_gradient_get_none():
-    """A frozen head, as a LoRA student has, must cost no sum of its own size."""
+    """Bug: a frozen head, as of a LoRA student, costs a gradient of its own size."""
     batch = LOSSES[0].batch()
     hidden, _ = hidden_states(batch)
-    frozen = Head(head(8, 5, 0).weight.detach())
+    frozen = Head(random_head(8, 5, 0).weight.detach())
     mask = batch.student_chunk_id >= 0
     loss = same_vocab(HeadLogits(hidden, frozen), batch.teacher, mask=mask).loss
     loss.backward()
     assert hidden.grad is not None
-    trained = head(8, 5, 0)
+    trained = random_head(8, 5, 0)
     same_vocab(HeadLogits(hidden.detach(), trained), batch.teacher, mask=mask).loss.backward()
     assert trained.weight.grad.any()
 
 
 def test_only_gradients_of_the_leaves_are_saved():
-    """Neither logits nor their gradient outlive a chunk."""
+    """Bug: logits or their gradients outlive a chunk."""
     hidden = random_logits(2, 64, 16, 0, 1.0).bfloat16().requires_grad_()
-    of = Head(random_logits(1, 4000, 16, 1, 1.0)[0].bfloat16().requires_grad_())
+    wide_head = Head(random_logits(1, 4000, 16, 1, 1.0)[0].bfloat16().requires_grad_())
     saved: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -88,12 +93,12 @@ def test_only_gradients_of_the_leaves_are_saved():
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         ids = torch.ones(2, 64, dtype=torch.long)
-        cross_entropy(HeadLogits(hidden, of), ids, mask=torch.ones(2, 64), chunk_size=8)
-    assert sum(saved) == 2 * (hidden.numel() + of.weight.numel())
+        cross_entropy(HeadLogits(hidden, wide_head), ids, mask=torch.ones(2, 64), chunk_size=8)
+    assert sum(saved) == 2 * (hidden.numel() + wide_head.weight.numel())
 
 
 def test_the_weights_gradient_is_summed_in_fp32():
-    """Of many chunks, each far below the sum's last bf16 digit, nothing would arrive."""
+    """Bug: the gradients of many chunks vanish because each is below the last bf16 digit of their sum."""
     hidden = torch.full((1, 1025, 1), 1.0).bfloat16()
     weight = torch.zeros(2, 1).bfloat16().requires_grad_()
     ids = torch.zeros(1, 1025, dtype=torch.long)
@@ -108,8 +113,8 @@ def test_averaged_logits_are_the_convex_mean():
     teachers = [random_logits(2, 5, width, seed) for seed, width in ((1, 6), (2, 7))]
     mask = torch.ones(2, 5)
     mean = 0.25 * teachers[0] + 0.75 * teachers[1][..., :6]
-    read = same_vocab(student, AveragedLogits(teachers, [0.5, 1.5]), mask=mask, chunk_size=3)
-    torch.testing.assert_close(read.loss, same_vocab(student, mean, mask=mask).loss, rtol=1e-12, atol=0)
+    averaged = same_vocab(student, AveragedLogits(teachers, [0.5, 1.5]), mask=mask, chunk_size=3)
+    torch.testing.assert_close(averaged.loss, same_vocab(student, mean, mask=mask).loss, rtol=1e-12, atol=0)
 
 
 def test_what_does_not_fit_is_named():

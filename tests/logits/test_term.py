@@ -1,4 +1,4 @@
-"""Sums of gradients in rows that are aligned for GPUs."""
+"""Sums of gradients in rows aligned for GPUs."""
 
 import torch
 
@@ -6,7 +6,7 @@ from nemo_opd.logits.term import GradientSink
 
 
 def test_the_first_gradient_of_aligned_rows_is_compiled() -> None:
-    """Bug: on GPUs, whose rows begin 64 numbers apart, gold and byte_prefix ran uncompiled."""
+    """Bug: on GPUs, whose rows begin 64 numbers apart, gold and byte_prefix run uncompiled."""
     gradient, factors = torch.randn(3, 5), torch.randn(3, 1)
     total = torch.zeros(3, 64)[:, :5]
     sink = GradientSink(total, None, factors, is_first=True)
