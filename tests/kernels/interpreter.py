@@ -9,7 +9,7 @@ from typing import Any
 
 
 def interpret() -> None:
-    """Use it from here on."""
+    """Import Triton again, with its interpreter in place of its compiler."""
     os.environ["TRITON_INTERPRET"] = "1"
     for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "_C" not in name]:
         del sys.modules[name]
@@ -17,7 +17,7 @@ def interpret() -> None:
     patch_language, patched = interpreter._patch_lang, set()
 
     def once(function: Any) -> Any:
-        """Patch what a function sees of triton.language for good, not at each call, which takes a third of the time."""
+        """Patch a function's triton.language once; a patch at each call takes a third of the time."""
         if function not in patched:
             patch_language(function)
             patched.add(function)
@@ -27,8 +27,8 @@ def interpret() -> None:
 
 
 def write_results(_: int, file: Path) -> None:
-    """Write what `interpreted` finds as JSON."""
+    """Write the results of `interpreted` as JSON."""
     interpret()
     file.write_text(json.dumps(import_module("tests.kernels.interpreted").main()))
-    # The interpreter's teardown takes seconds with everything that was imported.
+    # Skips the teardown, which takes seconds with so many imports.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Elementwise parts of layers by kernels against PyTorch, on any device that has Triton, or in its interpreter."""
+"""Comparison of layers' elementwise kernels with PyTorch, on a device with Triton or in its interpreter."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,14 +29,14 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def cases(seed: int = 0) -> dict[str, tuple[Function, Function, list[Tensor], int]]:
-    """Return kernels' function, PyTorch's, arguments in fp64, and how many of these get a gradient."""
+    """Return, for each case, our function, PyTorch's, fp64 arguments, and the number of arguments with a gradient."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def heads(*shape: int) -> Tensor:
-        """As projections leave them: positions before heads in memory, here with others between."""
+        """Return heads as projections lay them out: positions before heads in memory, here with a gap between."""
         batch, number, positions, width = shape
         return random(batch, positions, number + 1, width)[:, :, :number].transpose(1, 2)
 
@@ -56,7 +56,7 @@ def cases(seed: int = 0) -> dict[str, tuple[Function, Function, list[Tensor], in
         "rotary, one table": (
             Rotary.apply,
             llama.apply_rotary_pos_emb,
-            [heads(2, 2, 5, 12), heads(2, 1, 5, 12), *(each[:1] for each in table)],
+            [heads(2, 2, 5, 12), heads(2, 1, 5, 12), *(angles[:1] for angles in table)],
             2,
         ),
         "rotary of a part": (
@@ -71,48 +71,50 @@ def cases(seed: int = 0) -> dict[str, tuple[Function, Function, list[Tensor], in
 def compared(name: str, dtype: torch.dtype, device: str) -> dict[str, float]:
     """Return the largest differences, as shares of the largest number.
 
-    `forward`: from PyTorch in the same dtype; `gradient`: from PyTorch's in fp64 of the same rounded arguments.
+    `forward`: from PyTorch in the same dtype. `gradient`, and PyTorch's own (`of PyTorch`): from fp64 with the same
+    rounded arguments.
     """
-    by_kernels, plain, arguments, num_leaves = cases()[name]
-    given = [each.to(dtype) for each in arguments]
-    found = _run(by_kernels, [each.to(device) for each in given], num_leaves)
-    same, exact = _run(plain, given, num_leaves), _run(plain, [each.double() for each in given], num_leaves)
+    fused, plain, arguments, num_leaves = cases()[name]
+    rounded = [argument.to(dtype) for argument in arguments]
+    actual = _run(fused, [argument.to(device) for argument in rounded], num_leaves)
+    same_dtype = _run(plain, rounded, num_leaves)
+    exact = _run(plain, [argument.double() for argument in rounded], num_leaves)
     return {
-        "forward": _difference(found[0], same[0]),
-        "gradient": _difference(found[1], exact[1]),
-        "of PyTorch": _difference(same[1], exact[1]),
+        "forward": _difference(actual[0], same_dtype[0]),
+        "gradient": _difference(actual[1], exact[1]),
+        "of PyTorch": _difference(same_dtype[1], exact[1]),
     }
 
 
 def _run(function: Function, arguments: Sequence[Tensor], num_leaves: int) -> tuple[list[Tensor], list[Tensor]]:
-    leaves = [each.detach().requires_grad_() for each in arguments[:num_leaves]]
-    made = function(*leaves, *arguments[num_leaves:])
-    results = [made] if isinstance(made, Tensor) else list(made)
+    leaves = [argument.detach().requires_grad_() for argument in arguments[:num_leaves]]
+    output = function(*leaves, *arguments[num_leaves:])
+    results = [output] if isinstance(output, Tensor) else list(output)
     generator = torch.Generator().manual_seed(1)
-    gradients = [torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in results]
-    pairs = [(each * factor.to(each)).sum() for each, factor in zip(results, gradients, strict=True)]
-    found = torch.autograd.grad(torch.stack(pairs).sum(), leaves)
-    return [each.detach().cpu().double() for each in results], [each.cpu().double() for each in found]
+    gradients = [torch.randn(result.shape, generator=generator, dtype=torch.float64) for result in results]
+    pairs = [(result * factor.to(result)).sum() for result, factor in zip(results, gradients, strict=True)]
+    leaf_gradients = torch.autograd.grad(torch.stack(pairs).sum(), leaves)
+    return [result.detach().cpu().double() for result in results], [grad.cpu().double() for grad in leaf_gradients]
 
 
-def _difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+def _difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(actual, expected, strict=True))
 
 
 @contextmanager
 def noted(launched: list[str]) -> Iterator[None]:
-    """Note the names of kernels."""
+    """Record the names of launched kernels."""
     run = launch.launch
 
-    def note(name: str, *given: Any, **more: Any) -> None:
+    def note(name: str, *arguments: Any, **options: Any) -> None:
         launched.append(name)
-        run(name, *given, **more)
+        run(name, *arguments, **options)
 
     with patch.object(launch, "launch", note):
         yield
 
 
-def of_model(family: str, device: str, *, adapters: bool = False) -> dict[str, Any]:
+def compared_model(family: str, device: str, *, adapters: bool = False) -> dict[str, Any]:
     """Compare logits and all gradients of a model in fp32 with and without kernels, on two packed sequences."""
     ids = torch.randint(VOCABULARY, (1, 7), generator=torch.Generator().manual_seed(0)).to(device)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]], device=device)
@@ -130,6 +132,6 @@ def of_model(family: str, device: str, *, adapters: bool = False) -> dict[str, A
             if is_fused:
                 replace_parts(model)
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-            trained = [each for each in model.parameters() if each.requires_grad]
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             results.append([logits.detach(), *torch.autograd.grad(logits.square().sum(), trained)])
     return {"error": _difference(results[1], results[0]), "kernels": sorted(set(launched))}

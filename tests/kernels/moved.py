@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 
 @contextmanager
 def moved_bytes(maps: Sequence[tuple[int, int]] = ()) -> Iterator[list[int]]:
-    """Yield a list of one number: bytes of vectors that are read or written inside, but for those between `maps`."""
+    """Yield a list of one number: bytes of vectors read or written inside, without addresses in `maps`."""
     moved = [0]
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
@@ -21,13 +21,13 @@ def moved_bytes(maps: Sequence[tuple[int, int]] = ()) -> Iterator[list[int]]:
         is_map = sum(((places >= first) & (places < last)).sum() for first, last in maps)
         moved[0] += int(len(places) - is_map) * size
 
-    def loaded(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
+    def loaded(self: Any, pointers: Any, mask: Any, *options: Any) -> Any:
         note(pointers, mask)
-        return load(self, pointers, mask, *more)
+        return load(self, pointers, mask, *options)
 
-    def stored(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+    def stored(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
         note(pointers, mask)
-        return store(self, pointers, value, mask, *more)
+        return store(self, pointers, value, mask, *options)
 
     with (
         patch.object(builder, "create_masked_load", loaded),

@@ -1,4 +1,4 @@
-"""Kernels can be compiled for GPUs, which takes none; and what happens where they cannot."""
+"""Kernels compile for GPUs (on a CPU), and PyTorch replaces a kernel that fails."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 A100, H100 = 80, 90
 """Compute capabilities."""
 INTEGERS = ("units", "partner", "begins", "cells", "rows", "is_needed", "entries")
-"""Last words of arguments' names, as all of these."""
+"""Suffixes of arguments' names by type, as are the next two."""
 NUMBERS = ("stride", "columns", "end", "num_cells", "first", "last", "num_parts", "first_part")
 FACTORS = ("over_temperature", "comparison_weight", "mapped_weight", "coverage")
 
@@ -36,7 +36,7 @@ def _type_of(name: str, kernel: str, logits: str) -> str:
 
 
 ALL: dict[str, int] = {"COMPARISON_KIND": JSD, "MAPPED_KIND": JSD, "IS_FIRST": False}
-"""Constants of a kernel that are not True; a variant has others."""
+"""Constants of a kernel other than True, unless a variant changes them."""
 DEFAULT = {"COMPARISON_KIND": FORWARD_KL, "MAPPED_KIND": FORWARD_KL, "IS_FIRST": True}
 VARIANTS = {
     "row_sums, weighted": ("rows._row_sums", {}),
@@ -70,7 +70,7 @@ _NUMBERS_OF_LAYERS = ("num_", "half", "width")
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(("capability", "numbers"), [(H100, "*bf16"), (A100, "*fp32")])
 def test_a_kernel_of_layers_is_compiled_for_a_gpu(name: str, capability: int, numbers: str) -> None:
-    """Bugs: as above."""
+    """Bug: code that Triton's interpreter accepts and its compiler refuses."""
 
     def type_of(argument: str) -> str:
         if argument.startswith(_NUMBERS_OF_LAYERS) or argument.endswith("stride"):
@@ -84,11 +84,11 @@ def test_a_kernel_of_layers_is_compiled_for_a_gpu(name: str, capability: int, nu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("capability", "logits"), [(H100, "*bf16"), (A100, "*fp32")])
 def test_a_kernel_is_compiled_for_a_gpu(variant: str, capability: int, logits: str) -> None:
-    """Bugs: what Triton's interpreter takes and its compiler does not."""
-    name, own = VARIANTS[variant]
+    """Bug: code that Triton's interpreter accepts and its compiler refuses."""
+    name, constants = VARIANTS[variant]
     _compile(
         name,
-        {"BLOCK": launch.ROWS_BLOCK if name == "rows.rows_kernel" else launch.BLOCK} | ALL | own,
+        {"BLOCK": launch.ROWS_BLOCK if name == "rows.rows_kernel" else launch.BLOCK} | ALL | constants,
         lambda key: _type_of(key, name.split(".")[1], logits),
         capability,
     )
@@ -96,7 +96,7 @@ def test_a_kernel_is_compiled_for_a_gpu(variant: str, capability: int, logits: s
 
 @pytest.mark.world
 def test_aligned_rows_of_an_odd_number_of_columns_are_read_several_numbers_at_a_time() -> None:
-    """Bug: a mask that ends at 151,669 columns, for which each number is loaded alone from rows however aligned."""
+    """Bug: a mask that ends at 151,669 columns makes the compiler load numbers one by one, even from aligned rows."""
     rows = torch.empty(3, 128)[:, :101]
     assert (launch.readable(101, rows), launch.readable(101, rows.contiguous())) == (112, 101)
     multiples = ("rows", "stride", "end")
@@ -113,7 +113,11 @@ def _compile(
     capability: int,
     multiples: Sequence[str] = (),
 ) -> str:
-    """Return the PTX. constants: by name; those of the kernel that are not there are True. multiples: of 16."""
+    """Return the PTX.
+
+    constants: keyed by name; a constant of the kernel without an entry is True. multiples: names of arguments that are
+    multiples of 16.
+    """
     from importlib import import_module
 
     from triton.backends.compiler import GPUTarget
@@ -121,13 +125,13 @@ def _compile(
 
     module, _, function = name.partition(".")
     kernel = getattr(import_module(f"nemo_opd.kernels.{module}"), function)
-    given = {key: constants.get(key, True) for key in kernel.arg_names if key.isupper()}
-    types = {key: "constexpr" if key in given else type_of(key) for key in kernel.arg_names}
+    all_constants = {key: constants.get(key, True) for key in kernel.arg_names if key.isupper()}
+    types = {key: "constexpr" if key in all_constants else type_of(key) for key in kernel.arg_names}
     target, options = GPUTarget("cuda", capability, 32), {"num_warps": launch.WARPS}
     attributes = {(kernel.arg_names.index(key),): [["tt.divisibility", 16]] for key in multiples}
-    made = triton.compile(ASTSource(kernel, types, given, attributes), target=target, options=options)
-    assert made.asm["cubin"]
-    ptx: str = made.asm["ptx"]
+    compiled = triton.compile(ASTSource(kernel, types, all_constants, attributes), target=target, options=options)
+    assert compiled.asm["cubin"]
+    ptx: str = compiled.asm["ptx"]
     return ptx
 
 
@@ -136,8 +140,8 @@ def test_where_a_kernel_fails_pytorch_computes_and_says_so_once() -> None:
         raise launch.KernelError(f"{name}: no")
 
     student, teacher = torch.randn(2, 1, 4, 6).unbind()
-    given = {"mask": torch.ones(1, 4)}
-    expected = same_vocab(student.requires_grad_(), teacher, **given).loss
+    options = {"mask": torch.ones(1, 4)}
+    expected = same_vocab(student.requires_grad_(), teacher, **options).loss
     with (
         patch.object(launch, "is_supported", lambda device: True),
         patch.object(launch, "launch", fails),
@@ -146,14 +150,14 @@ def test_where_a_kernel_fails_pytorch_computes_and_says_so_once() -> None:
         launch.compiling(True),
     ):
         with pytest.warns(UserWarning, match=r"row_sums: no; PyTorch's are used"):
-            assert torch.equal(same_vocab(student, teacher, **given).loss, expected)
-        assert torch.equal(same_vocab(student, teacher, **given).loss, expected)
+            assert torch.equal(same_vocab(student, teacher, **options).loss, expected)
+        assert torch.equal(same_vocab(student, teacher, **options).loss, expected)
 
 
 def test_where_others_wait_for_this_rank_a_kernel_that_fails_ends_the_run() -> None:
-    """Bug: this rank alone begins again by PyTorch, and exchanges other blocks than those that the others wait for."""
+    """Bug: only this rank starts over with PyTorch, and exchanges other blocks than the other ranks expect."""
 
-    def fails(name: str, *given: Any, **more: Any) -> None:
+    def fails(name: str, *arguments: Any, **options: Any) -> None:
         raise launch.KernelError(f"{name}: no")
 
     student, teacher = torch.randn(2, 1, 4, 6).unbind()
@@ -179,7 +183,7 @@ def test_nothing_is_launched_on_a_cpu_nor_for_fp64() -> None:
 
 
 def test_an_error_of_cuda_is_no_reason_to_compute_otherwise() -> None:
-    """Bug: an illegal access became `could not be used`, and PyTorch was tried on a GPU that answers nothing."""
+    """Bug: an illegal memory access becomes `could not be used`, and PyTorch is tried on a GPU that has failed."""
 
     def fails() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -189,7 +193,7 @@ def test_an_error_of_cuda_is_no_reason_to_compute_otherwise() -> None:
 
 
 def test_a_kernel_that_fails_is_not_taken_for_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: filters that match no message, so that the tests on a GPU pass with every kernel failing."""
+    """Bug: the warning filters match nothing, so tests on a GPU pass although every kernel fails."""
 
     def fails() -> None:
         raise RuntimeError("no such instruction")

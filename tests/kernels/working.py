@@ -1,4 +1,4 @@
-"""That kernels are really used: what falls back to PyTorch computes the same."""
+"""A check that kernels are used: a fallback to PyTorch gives the same results."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from nemo_opd.kernels import launch
 
 @contextmanager
 def kernels_working() -> Iterator[None]:
-    """Fail if a kernel or a compiled function is given up inside, or has been given up before."""
+    """Fail if a kernel or a compiled function falls back to PyTorch inside, or has done so before."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*could not be (used|compiled)")
         yield

@@ -161,7 +161,7 @@ def test_ranks_that_share_a_model_learn_the_same(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama, tied", "qwen3, norms of heads", "phi3, fused"])
 def test_on_a_gpu(family: str) -> None:
-    assert layers.of_model(family, CUDA)["error"] < FP32
+    assert layers.compared_model(family, CUDA)["error"] < FP32
     for name in layers.cases():
         for dtype in (torch.float32, torch.bfloat16):
             errors = layers.compared(name, dtype, CUDA)
