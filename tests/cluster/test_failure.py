@@ -1,4 +1,4 @@
-"""Failures of workers: which of them another rank has caused."""
+"""Failures of workers: whether another rank has caused them."""
 
 import pytest
 import torch.distributed as dist

@@ -33,7 +33,7 @@ def cluster() -> LocalCluster:
 
 
 def test_groups_share_one_world_which_is_left_at_the_end() -> None:
-    """Twice, as in a notebook. Bug: a process group that stays, so that a second run fails."""
+    """Bug: a process group stays after a run, so a second run in a notebook fails."""
     for offset in (10, 20):
         with (
             cluster() as here,
@@ -83,7 +83,7 @@ def test_a_rank_that_dies_is_one_line_and_ends_all(tmp_path: Path) -> None:
 
 
 class Ranks:
-    """The driver and another rank, forked as torchrun would start them, each with files of its own for its output."""
+    """The driver and another rank, forked as torchrun would start them; each writes its output to files."""
 
     def __init__(self, case: str, folder: Path) -> None:
         self.folder = folder
@@ -93,7 +93,7 @@ class Ranks:
             process.start()
 
     def end(self) -> list[int | None]:
-        """Wait for all: their exit statuses, None of those that do not end by themselves."""
+        """Return all exit statuses, with None for a process that did not end in time."""
         for process in self.processes:
             process.join(120)
         statuses = [process.exitcode for process in self.processes]
@@ -115,7 +115,7 @@ def _rank(rank: int, port: int, case: str, folder: Path) -> None:
 
 
 def test_two_worlds_and_a_run_without_one(tmp_path: Path) -> None:
-    """As two runs of a sweep, and a dry run. Bugs: the second finds the first's rendezvous; a rank waits for ever."""
+    """Bugs: the second run of a sweep finds the first one's rendezvous; a rank waits for a dry run without end."""
     ranks = Ranks("sums", tmp_path)
     assert ranks.end() == [0, 0], ranks.output(0, "error")
     assert ranks.output(0, "out") == ["[(0, 31.0), (1, 31.0)]"] * 2
@@ -141,7 +141,7 @@ def test_rank_zero_alone_answers_a_signal(tmp_path: Path) -> None:
 
 
 class Planted:
-    """An object that makes a file where it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -151,7 +151,7 @@ class Planted:
 
 
 def _stranger(port: int, folder: Path) -> None:
-    """Join as rank 1 without the key, which another user cannot read, and answer a call."""
+    """Join as rank 1 without the key, which other users cannot read, and answer a call."""
     as_torchrun_starts(1, 2, port)
     store = next(iter(dist.rendezvous("env://")))[0]
     dist.PrefixStore("opd/key", store).set("read_by_1", "")
@@ -163,7 +163,7 @@ def _stranger(port: int, folder: Path) -> None:
 
 
 def test_nothing_of_a_stranger_is_unpickled(tmp_path: Path) -> None:
-    """Bug: another user connects to torchrun's store as a rank, and rank 0 runs what its pickle says."""
+    """Bug: another user connects to torchrun's store as a rank, and rank 0 runs code from its pickle."""
     store = serve_store("127.0.0.1", 60)
     ours = processes.make(_rank, 0, store.port, "sums", tmp_path)
     stranger = processes.make(_stranger, store.port, tmp_path)
@@ -177,7 +177,7 @@ def test_nothing_of_a_stranger_is_unpickled(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_the_key_is_ours(tmp_path: Path) -> None:
-    """Bug: another user names a folder of their own, and so chooses the key."""
+    """Bug: another user chooses the key by naming their own folder."""
     store = dist.HashStore()
     tmp_path.chmod(0o755)
     store.set("folder", str(tmp_path))
@@ -186,7 +186,7 @@ def test_the_folder_of_the_key_is_ours(tmp_path: Path) -> None:
 
 
 def test_a_key_folder_that_becomes_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: another user swaps the folder between its check and the reading, and knows the key of the run."""
+    """Bug: another user swaps the folder between its check and the read, and so knows the run's key."""
     private, foreign = tmp_path / "private", tmp_path / "foreign"
     for folder in (private, foreign):
         folder.mkdir(mode=0o700)

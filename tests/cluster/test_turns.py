@@ -1,4 +1,4 @@
-"""Whose calls may be under way at the same time, and how many threads each has; no process is started."""
+"""Which groups work at the same time, and with how many threads; no process is started."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,8 +10,8 @@ from nemo_opd.cluster.group import Call, Cluster, Group, submit_sequentially
 from nemo_opd.cluster.placement import Placement
 
 
-class Noted(Cluster):
-    """A cluster that notes when calls begin, and when somebody has waited for their end."""
+class RecordedCluster(Cluster):
+    """A cluster that records the begin of calls, and their end once it was waited for."""
 
     timeout_s = 1.0
 
@@ -19,7 +19,7 @@ class Noted(Cluster):
         self.begun: list[Call] = []
         self.ended: list[Call] = []
         self.together: set[frozenset[str]] = set()
-        """Names of groups that were at work at the same time."""
+        """Pairs of groups that worked at the same time."""
 
     def group(self, *_: Any) -> Group:
         raise AssertionError("groups are made below")
@@ -32,13 +32,13 @@ class Noted(Cluster):
         pass
 
 
-class NotedGroup(Group):
-    cluster: Noted
+class RecordedGroup(Group):
+    cluster: RecordedCluster
 
     def submit(self, method: str, arguments: Any = None, *, about: str = "") -> Call:
         call = Call(self.name, method, about)
-        running = {other.group for other in self.cluster.begun if other not in self.cluster.ended}
-        self.cluster.together |= {frozenset({self.name, other}) for other in running}
+        running = {call.group for call in self.cluster.begun if call not in self.cluster.ended}
+        self.cluster.together |= {frozenset({self.name, group}) for group in running}
         self.cluster.begun.append(call)
         return call
 
@@ -50,8 +50,8 @@ class NotedGroup(Group):
 
 
 def together(placement: Placement) -> set[frozenset[str]]:
-    cluster = Noted()
-    groups = [NotedGroup(cluster, f"teacher {i}", places) for i, places in enumerate(placement.teachers)]
+    cluster = RecordedCluster()
+    groups = [RecordedGroup(cluster, f"teacher {i}", places) for i, places in enumerate(placement.teachers)]
     calls = submit_sequentially([(group, partial(group.submit, "forward")) for group in groups])
     assert [call.group for call in calls] == [group.name for group in groups]
     assert len(cluster.ended) == len(set(map(id, cluster.ended))), "each is waited for once"
@@ -60,12 +60,12 @@ def together(placement: Placement) -> set[frozenset[str]]:
 
 @pytest.mark.parametrize("num_teachers", [1, 2, 4])
 def test_teachers_on_the_same_devices_take_turns(num_teachers: int) -> None:
-    """Bug: forward passes in slices of one GPU's time, with the activations of all of them in its memory."""
+    """Bug: forward passes of several teachers share a GPU, which then holds the activations of all."""
     assert together(Placement.colocated(num_nodes=2, ranks_per_node=4, num_teachers=num_teachers)) == set()
 
 
 def test_teachers_on_separate_devices_work_at_the_same_time() -> None:
-    """Bug: turns where nothing is shared, so that devices wait."""
+    """Bug: teachers on separate devices take turns, so devices are idle."""
     names = [frozenset({f"teacher {i}", f"teacher {j}"}) for i in range(3) for j in range(i)]
     separate = Placement.separate(num_nodes=2, student_per_node=2, teachers_per_node=(2, 1, 3))
     assert together(separate) == set(names)
@@ -86,14 +86,14 @@ def test_teachers_on_separate_devices_work_at_the_same_time() -> None:
 def test_processes_that_work_at_a_time_share_the_cores(
     placement: Placement, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bugs: cores that are idle while a process waits for its turn; more threads than cores."""
+    """Bugs: cores are idle while a process waits for its turn; more threads than cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert placement.num_threads(16) == threads
 
 
 @pytest.mark.parametrize(("variables", "threads"), [({}, 3), ({"TORCHELASTIC_RUN_ID": "1"}, 16)])
 def test_the_usual_variable_decides(variables: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bugs: a user's choice that is overruled; one core of many for each rank, which torchrun has chosen."""
+    """Bugs: the user's OMP_NUM_THREADS is ignored; torchrun's default of one thread is used although cores are free."""
     for name, value in {"OMP_NUM_THREADS": "3", **variables}.items():
         monkeypatch.setenv(name, value)
     assert Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=1).num_threads(16) == threads

@@ -42,7 +42,7 @@ def run(case: str, folder: Path) -> None:
         with driving(SETTINGS):
             pass
         return
-    # As in a session: torchrun sends SIGTERM to the driver when another rank dies, which has then something to report.
+    # As in a session: when another rank dies, torchrun sends SIGTERM to the driver, which must still report the death.
     with Interrupt(lambda answer: None) as interrupt, driving(SETTINGS) as is_driver:
         if is_driver:
             match case:

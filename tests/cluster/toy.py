@@ -17,10 +17,10 @@ HANG_S = 60.0
 
 
 class Toy:
-    """A worker that fails, hangs or dies on one rank and not on the others."""
+    """A worker that can fail, hang or die on one rank only."""
 
     def __init__(self, refused: str = "") -> None:
-        """refused: what is wrong with the user's settings, if anything."""
+        """refused: an error in the user's settings, or empty."""
         if refused:
             raise ModelError(refused)
         self.rank = dist.get_rank()

@@ -16,31 +16,35 @@ from tests.composition import PRODUCTION, ROOT, compose
 DEPLOY = ROOT / "deploy"
 TEACHERS = "teachers=qwen3_32b"
 VALUES = {"cluster.num_nodes": "2", "cluster.gpus_per_node": "8", "cluster.address": "auto", "run.output_dir": "/run"}
-"""Values in the place of the scripts' variables."""
+"""Values for the scripts' variables."""
 
 
 def kuberay() -> dict[str, Any]:
     """Return the specifications of the objects, keyed by kind."""
-    return {each["kind"]: each["spec"] for each in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())}
+    return {
+        document["kind"]: document["spec"] for document in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    }
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Yield each command that starts an example, by the file that has it."""
+    """Yield the name of a file and its command that starts an example."""
     compose_file = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     yield "compose.yaml", compose_file["services"]["demo"]["command"]
     yield "kuberay.yaml", shlex.split(kuberay()["RayJob"]["entrypoint"])
     for name in ("slurm.sh", "ray_job.sh"):
         lines = (DEPLOY / name).read_text().replace("\\\n", " ").splitlines()
-        (line,) = (each for each in lines if "examples/run_off_policy_distillation.py" in each)
+        (line,) = (line for line in lines if "examples/run_off_policy_distillation.py" in line)
         yield (
             name,
-            [re.sub(r"(.+?)=.*\$.*", lambda found: f"{found[1]}={VALUES[found[1]]}", word) for word in line.split()],
+            [re.sub(r"(.+?)=.*\$.*", lambda match: f"{match[1]}={VALUES[match[1]]}", word) for word in line.split()],
         )
 
 
-@pytest.mark.parametrize(("name", "command"), list(commands()), ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize(
+    ("name", "command"), list(commands()), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_settings_exist_and_go_together(name: str, command: list[str]) -> None:
-    """A key that was renamed, a value that is refused: found by whoever submits the job, after the queue."""
+    """Bug: a renamed key or a refused value, which a user notices only after the job's wait in the queue."""
     overrides = [word for word in command if re.fullmatch(r"[a-z_.]+=\S+", word)]
     assert overrides
     is_recipe = "--config" in command
@@ -58,16 +62,16 @@ def test_scripts_are_bash(script: Path) -> None:
 
 
 def test_the_image_has_what_it_names() -> None:
-    """An extra or a file that was renamed, a file that the image needs and that is left out of its context."""
+    """Bugs: the image names a renamed extra or file; .dockerignore excludes a file that it needs."""
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = re.findall(r"--extra (\w+)", dockerfile)
-    assert named
-    assert set(named) <= set(extras)
+    extras_in_use = re.findall(r"--extra (\w+)", dockerfile)
+    assert extras_in_use
+    assert set(extras_in_use) <= set(extras)
     for file in re.findall(r"/opt/nemo_opd/(\S+\.py)", dockerfile + (DEPLOY / "compose.yaml").read_text()):
         assert (ROOT / file.rstrip('",]')).exists()
-    left_out = (ROOT / ".dockerignore").read_text().split()
-    assert not {"nemo_opd", "configs", "examples", "tools", "README.md", "LICENSE", "pyproject.toml"} & set(left_out)
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert not {"nemo_opd", "configs", "examples", "tools", "README.md", "LICENSE", "pyproject.toml"} & set(ignored)
 
 
 def groups() -> list[dict[str, Any]]:
@@ -76,7 +80,7 @@ def groups() -> list[dict[str, Any]]:
 
 
 def test_containers_are_not_root() -> None:
-    """Bug: code in a model's files, or a program that leaves its sandbox, is root of the container."""
+    """Bug: code in a model's files, or a program that escapes its sandbox, is root in the container."""
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     assert [line for line in lines if re.match("(USER|CMD)", line)][-2] == "USER opd"
     for group in groups():
@@ -84,10 +88,10 @@ def test_containers_are_not_root() -> None:
 
 
 def test_the_policy_selects_all_pods_of_kuberay() -> None:
-    """Bug: a pod that anybody in the cluster can connect to, and Ray without a token runs what it is sent."""
+    """Bug: anyone in the cluster can connect to a pod, and Ray without a token runs any code."""
     objects = kuberay()
-    chosen = objects["NetworkPolicy"]["podSelector"]["matchLabels"]
-    assert all(chosen.items() <= group["template"]["metadata"]["labels"].items() for group in groups())
+    labels = objects["NetworkPolicy"]["podSelector"]["matchLabels"]
+    assert all(labels.items() <= group["template"]["metadata"]["labels"].items() for group in groups())
     assert objects["RayJob"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     pinned = re.search(r'"ray==(.+?)"', (ROOT / "pyproject.toml").read_text())
     assert pinned is not None

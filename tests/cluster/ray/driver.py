@@ -1,4 +1,4 @@
-"""The driver of test_signals: a rank on Ray that loads, or works, until something ends it."""
+"""The driver of test_signals: a rank on Ray that loads or works until a signal ends it."""
 
 import sys
 from pathlib import Path

@@ -9,7 +9,7 @@ DETAILS = "The actor died unexpectedly before finishing this task.\n\tclass_name
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("ray_message", "expected"),
     [
         (
             "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
@@ -27,23 +27,23 @@ DETAILS = "The actor died unexpectedly before finishing this task.\n\tclass_name
     ],
     ids=["killed", "node", "memory"],
 )
-def test_what_is_known(said: str, told: str) -> None:
-    message = death_message(ray.exceptions.RayActorError(error_msg=DETAILS + said))
+def test_what_is_known(ray_message: str, expected: str) -> None:
+    message = death_message(ray.exceptions.RayActorError(error_msg=DETAILS + ray_message))
 
-    assert message.startswith(told)
+    assert message.startswith(expected)
     assert message.endswith("run.resume=auto continues from the last checkpoint")
 
 
 def test_an_import_that_fails_is_told_with_its_cause() -> None:
-    """Bug: the message ended at the first full stop, before the file that shadows a package was named."""
-    said = (
+    """Bug: the message ends at its first full stop, before the name of the file that shadows a package."""
+    ray_message = (
         "The actor died because of an error raised in its creation task, ray::RankActor.__init__() (pid=7, ip=10.0.0.2)"
         "\nRuntimeError: The actor with name RankActor failed to import on the worker. This may be because needed "
         "library dependencies are not installed in the worker environment:\n\nTraceback (most recent call last):\n  "
         "File \"function_manager.py\", line 7, in load\nImportError: cannot import name 'Tokenizer' from 'tokenizers' "
         "(/home/me/tokenizers.py)\n"
     )
-    message = death_message(ray.exceptions.RayActorError(error_msg=said))
+    message = death_message(ray.exceptions.RayActorError(error_msg=ray_message))
 
     assert "ImportError: cannot import name 'Tokenizer' from 'tokenizers' (/home/me/tokenizers.py)" in message
     assert "rename it" in message

@@ -1,4 +1,4 @@
-"""Workers of a running cluster get what the driver's machine sets, and its secrets by another way."""
+"""Workers of a running cluster get the driver's environment variables, and its secrets separately."""
 
 from types import SimpleNamespace
 
@@ -26,12 +26,12 @@ def test_what_everyone_can_read_has_no_secrets() -> None:
 
 
 def test_a_cluster_that_is_joined_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, dict[str, dict[str, str]]] = {}
+    init_options: dict[str, dict[str, dict[str, str]]] = {}
     monkeypatch.setenv("HF_HOME", "/models")
     monkeypatch.setattr(ray_session, "probe", lambda _: None)
-    monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
+    monkeypatch.setattr(ray, "init", lambda **options: init_options.update(options))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=None))
 
     RaySession("auto", num_cpus=1)
 
-    assert given["runtime_env"]["env_vars"]["HF_HOME"] == "/models"
+    assert init_options["runtime_env"]["env_vars"]["HF_HOME"] == "/models"

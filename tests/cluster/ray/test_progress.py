@@ -1,4 +1,4 @@
-"""Catches progress of workers that never arrives, that stays when they are done, or that fails the run."""
+"""Progress of workers: it reaches the driver, ends with their work, and cannot fail the run."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seen(monitor: ProgressMonitor, is_expected: Callable[[Work | None], bool]) -> Work | None:
-    """Look until the shown work is as expected, and return it."""
+    """Poll until the displayed work is as expected, and return it."""
 
     def look() -> bool:
         monitor.look()
@@ -53,11 +53,11 @@ def test_the_driver_shows_it_under_the_name_of_the_group() -> None:
     monitor.look()
     assert current() is None
     store.set(KEY, encoded(Work("reading weights", 40, "tensors", 10)))
-    shown = seen(monitor, lambda work: work is not None)
-    assert shown is not None
-    assert (shown.name, shown.total, shown.done) == ("student: reading weights", 40, 10)
+    work = seen(monitor, lambda work: work is not None)
+    assert work is not None
+    assert (work.name, work.total, work.done) == ("student: reading weights", 40, 10)
     store.set(KEY, encoded(Work("reading weights", 40, "tensors", 30)))
-    assert seen(monitor, lambda work: work is not None and work.done == 30) is shown
+    assert seen(monitor, lambda work: work is not None and work.done == 30) is work
     store.set(KEY, encoded(None))
     seen(monitor, lambda work: work is None)
 
@@ -81,7 +81,7 @@ def test_what_was_shown_is_gone_with_the_call() -> None:
 
 
 def test_a_group_that_never_answers_is_not_waited_for() -> None:
-    """Bug: the driver of a worker that was stopped heard neither its time limit nor Ctrl-C."""
+    """Bug: the driver waits for a stopped worker and misses its time limit and Ctrl-C."""
     answer = threading.Event()
 
     def stopped() -> None:
@@ -96,7 +96,7 @@ def test_a_group_that_never_answers_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, RayActorError])
 def test_a_group_that_is_not_there_yet_or_no_more_shows_nothing(error: type[Exception]) -> None:
-    """Bug: a worker that dies is reported by the display and not by the call."""
+    """Bug: the display reports a worker's death before the call does."""
     calls: list[int] = []
 
     def gone() -> None:

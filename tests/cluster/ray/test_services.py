@@ -15,7 +15,7 @@ pytestmark = pytest.mark.world
 
 
 def test_a_process_that_ended_is_missed() -> None:
-    """A zombie counts too: Ray's processes are the driver's children."""
+    """Bug: a zombie counts as alive; Ray's processes are the driver's children."""
     with subprocess.Popen(["sleep", "60"]) as process:
         services = Services([psutil.Process(process.pid)])
         services.require_alive()
@@ -40,7 +40,7 @@ def test_without_anything_to_ask_all_is_well() -> None:
 
 
 def test_orphans_are_found_by_their_session() -> None:
-    """Bug: a process that Ray had just started outlived the run, and created the folder of its session again."""
+    """Bug: a process that Ray has just started outlives the run and creates its session's folder again."""
     script = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True

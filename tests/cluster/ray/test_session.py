@@ -43,7 +43,7 @@ class SlowRay:
 
     @property
     def alive(self) -> list[psutil.Process]:
-        return [each for each in self.processes if not has_ended(each)]
+        return [process for process in self.processes if not has_ended(process)]
 
 
 def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch) -> RayCluster:

@@ -43,7 +43,7 @@ def test_only_folders_of_dead_owners_are_removed(tmp_path: Path) -> None:
 def test_what_a_dying_process_puts_back_is_removed_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: without its lock, the rest of a folder stayed for ever."""
+    """Bug: a folder that has lost its lock is never removed."""
     folder = SessionFolder(tmp_path)
     (folder.path / "ray").mkdir()
     with monkeypatch.context() as removing:
@@ -56,7 +56,7 @@ def test_what_a_dying_process_puts_back_is_removed_by_the_next_run(
 
 
 def test_what_an_orphan_makes_again_is_removed_later(tmp_path: Path) -> None:
-    """Bug: a folder that a process of Ray had created again stayed for ever."""
+    """Bug: a folder that a process of Ray has created again is never removed."""
     (tmp_path / "opd_again" / "ray" / "session_2026" / "logs").mkdir(parents=True)
     (tmp_path / "opd_mine" / "ray" / "notes").mkdir(parents=True)
     remove_abandoned(tmp_path)
@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 
 
 def test_abandoned_folders_are_not_removed_through_links(tmp_path: Path) -> None:
-    """Bug: a link that another user made in /tmp had this user's files removed."""
+    """Bug: through another user's link in /tmp, this user's files are removed."""
     ours, shared = tmp_path / "ours", tmp_path / "shared"
     for name in ("lock", "again/ray/session_2026/logs"):
         (ours / name).mkdir(parents=True)
@@ -89,16 +89,16 @@ def test_abandoned_folders_are_not_removed_through_links(tmp_path: Path) -> None
     (shared / "opd_locked" / "data").symlink_to(ours / "lock" / "data")
     for folder in (ours / "again", shared / "opd_inside"):
         os.utime(folder, (0, 0))
-    before = sorted(tmp_path.rglob("*"))
+    entries = sorted(tmp_path.rglob("*"))
     remove_abandoned(shared)
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == entries
 
 
 def test_a_folder_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: root removed what another user had prepared."""
+    """Bug: root removes another user's folder."""
     (tmp_path / "opd_theirs" / "data").mkdir(parents=True)
     (tmp_path / "opd_theirs" / LOCK).touch()
-    with monkeypatch.context() as other:
-        other.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with monkeypatch.context() as as_another_user:
+        as_another_user.setattr(os, "geteuid", lambda: os.getuid() + 1)
         remove_abandoned(tmp_path)
     assert (tmp_path / "opd_theirs" / "data").exists()

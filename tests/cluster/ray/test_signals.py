@@ -1,4 +1,4 @@
-"""Signals to a driver and to its processes on Ray. Answers to them without Ray: training/test_signals."""
+"""Signals to a driver and its processes on Ray; training/test_signals has the tests without Ray."""
 
 import signal
 import time
@@ -37,7 +37,7 @@ def test_sigterm_while_models_load_ends_the_run_at_once_and_leaves_nothing(tmp_p
 
 @pytest.fixture(scope="session")
 def killed_runs() -> Iterator[list[Run]]:
-    """Nothing of them stays, once all tests are done: Ray's agents try for a minute to report that a raylet is dead."""
+    """Check at the end that no process of them is left: Ray's agents try for a minute to report a dead raylet."""
     runs: list[Run] = []
     yield runs
     for run in runs:
@@ -46,7 +46,7 @@ def killed_runs() -> Iterator[list[Run]]:
 
 @pytest.fixture(scope="module")
 def killed(killed_runs: list[Run], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Its driver by SIGKILL, during a call."""
+    """Return a run whose driver was killed with SIGKILL during a call."""
     run = at_work(tmp_path_factory.mktemp("killed"))
     assert run.workers()
     run.process.kill()
@@ -60,7 +60,7 @@ def test_the_ranks_of_a_killed_driver_end(killed: Run) -> None:
 
 
 def test_ctrl_c_is_for_the_driver_and_the_second_ends_all(killed: Run, tmp_path: Path) -> None:
-    """It also clears up after the killed one."""
+    """Bugs: Ctrl-C ends the workers at once; the next run does not remove the killed run's folders."""
     run = at_work(tmp_path)
     assert killed.ray_folders
     assert not any(folder.exists() for folder in killed.ray_folders)

@@ -35,18 +35,18 @@ def cluster(home: Path) -> Iterator[RayCluster]:
             cluster = stack.enter_context(RayCluster(Cluster(timeout_s=300), device="cpu", placement=TWO_GROUPS))
         yield cluster
         assert cluster.session._folder is not None
-        own = cluster.session._folder.path
-        assert own / "owner.lock" not in folders
+        session_folder = cluster.session._folder.path
+        assert session_folder / "owner.lock" not in folders
         started = set(psutil.Process().children(recursive=True)) - children
         assert any("raylet" in process.name() for process in started)
-    assert not own.exists()
+    assert not session_folder.exists()
     _, alive = psutil.wait_procs(started, timeout=CLEAN_S)
     assert not alive, "processes that outlive the cluster"
 
 
 @pytest.fixture(scope="package")
 def group(cluster: RayCluster) -> Iterator[RayGroup]:
-    """Two ranks, until one of them dies in the last test of test_cluster that has them."""
+    """Start two ranks; one of them dies in the last test of test_cluster."""
     with RayGroup(cluster, "toys", Toy, {}, TWO_GROUPS.student) as group:
         group.cluster.gather([group.ready])
         yield group

@@ -36,7 +36,7 @@ def test_several_calls_are_gathered_in_order(group: RayGroup) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_failure_on_one_rank_is_raised_while_the_other_hangs(group: RayGroup, rank: int, tmp_path: Path) -> None:
-    """Bug: ranks are waited for in order, so a rank that hangs in a collective hides the failed one for ever."""
+    """Bug: ranks are waited for in order, so a rank that hangs in a collective hides the failed one."""
     file = tmp_path / "may end"
     with pytest.raises(WorkerError) as caught:
         group.call("fail_while_others_wait", [(rank, file)] * 2)
@@ -76,20 +76,20 @@ def test_what_a_worker_does_is_seen_while_it_is_waited_for(
 
 
 def test_a_mistake_found_while_loading_is_told_and_processes_end(cluster: RayCluster) -> None:
-    before = rank_processes()
+    earlier_ranks = rank_processes()
     with (
         pytest.raises(WorkerError, match=r"teacher t rank \d failed: ModelError: teachers.1.model=cut: ") as caught,
         RayGroup(cluster, "teacher t", Toy, {"refused": "teachers.1.model=cut: …"}, TWO_GROUPS.teachers[0]) as teacher,
     ):
         teacher.cluster.gather([teacher.ready])
-    assert not hasattr(caught.value, "__notes__"), "nothing else to print of a mistake of the user's"
-    wait_for_end(rank_processes() - before)
+    assert not hasattr(caught.value, "__notes__"), "no traceback for a user's mistake"
+    wait_for_end(rank_processes() - earlier_ranks)
 
 
 def test_a_dead_process_is_named_by_whoever_misses_it_first(
     cluster: RayCluster, group: RayGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: the student's missing buffer was the error, since nobody waits for a teacher that is a batch ahead."""
+    """Bug: the error is the student's missing buffer, because nobody waits for a teacher that is a batch ahead."""
     monkeypatch.setattr(cluster, "is_broken", False)
     monkeypatch.setattr(cluster, "under_way", {})  # a call that nobody gathers would explain later deaths
     with RayGroup(cluster, "senders", Toy, {}, TWO_GROUPS.teachers[0]) as senders:
@@ -100,23 +100,23 @@ def test_a_dead_process_is_named_by_whoever_misses_it_first(
 
 
 def test_dead_process_is_one_cluster_error(group: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last test of the shared group. Its other rank hangs, so that `close` must end it by force."""
+    """Bug: `close` waits for the other rank, which hangs. The last test of the shared group."""
     with pytest.raises(ClusterError) as caught:
         group.call("die", [(1,)] * 2)
     assert str(caught.value).startswith("toys rank 1 died while in 'die' (its process on ")
     assert not isinstance(caught.value, WorkerError)
-    assert group.cluster.is_broken, "so that nobody is asked to leave"
+    assert group.cluster.is_broken, "so that no rank is asked to leave"
     monkeypatch.setattr(group.cluster, "is_broken", False)
     monkeypatch.setattr(ray_cluster, "LEAVE_S", 2.0)
-    before = rank_processes()
+    ranks = rank_processes()
     start = time.monotonic()
     group.close()
     assert 2.0 <= time.monotonic() - start < HANG_S
-    wait_for_end(before)
+    wait_for_end(ranks)
 
 
 def test_more_than_the_cluster_has_is_a_cluster_error(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session has room for 2 ranks of 2 groups; 3 ranks do not fit."""
+    """Bug: a placement of 3 ranks waits without end in a session with room for 2."""
     larger = Placement.colocated(num_nodes=1, ranks_per_node=3, num_teachers=1)
     monkeypatch.setattr(cluster, "placement", larger)
     monkeypatch.setattr(cluster, "timeout_s", 1.0)
@@ -125,18 +125,18 @@ def test_more_than_the_cluster_has_is_a_cluster_error(cluster: RayCluster, monke
 
 
 def test_what_is_no_ray_cluster_is_a_cluster_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a traceback where something else listens, as a web server does."""
+    """Bug: a traceback if a web server, say, listens at the address."""
 
-    def other(address: str) -> None:
+    def no_answer(address: str) -> None:
         raise RpcError("Timed out while waiting for GCS to become available")
 
-    monkeypatch.setattr(ray_session, "probe", other)
+    monkeypatch.setattr(ray_session, "probe", no_answer)
     with pytest.raises(ClusterError, match=r"address=127.0.0.1:80: no Ray cluster answers there \(Timed out"):
         RayCluster(Cluster(address="127.0.0.1:80"), device="cpu", placement=TWO_GROUPS)
 
 
 def test_cluster_that_does_not_answer_is_a_cluster_error_at_once() -> None:
-    """Ray would retry for minutes."""
+    """Bug: Ray retries for minutes."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -149,7 +149,7 @@ def rank_processes() -> set[psutil.Process]:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Return whether a child is a rank; one that ends meanwhile is not."""
+    """Return whether a child is a rank; False if it has ended in the meantime."""
     try:
         return "RankActor" in process.name() or "RankActor" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:

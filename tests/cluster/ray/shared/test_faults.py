@@ -1,6 +1,6 @@
-"""Whatever breaks in a worker, in whatever phase: one clear message in bounded time, and nothing left.
+"""Faults of a worker in every phase: one clear message in bounded time, and no process stays.
 
-All of one pair of workers, as processes take seconds to start.
+One pair of workers for all tests, as processes take seconds to start.
 """
 
 import time
@@ -22,7 +22,7 @@ AT_ONCE_S = 60.0
 
 @pytest.fixture(scope="module")
 def teacher(cluster: RayCluster) -> Iterator[RayGroup]:
-    """Two ranks that outlive the faults of the tests that share them, but for the last."""
+    """Start two ranks, which survive all faults except the last test's."""
     with RayGroup(cluster, "teacher big", Faulty, {}, TWO_GROUPS.teachers[0]) as group:
         group.cluster.gather([group.ready])
         yield group
@@ -36,7 +36,7 @@ def at_once() -> Iterator[None]:
 
 
 def test_killed_while_loading(cluster: RayCluster) -> None:
-    """Its peer waits for it to join their world."""
+    """Bug: the other rank waits for the dead one to join their world."""
     with (
         pytest.raises(ClusterError, match=r"^student rank 1 died while loading its model \("),
         RayGroup(cluster, "student", Faulty, {"dying_rank": 1}, TWO_GROUPS.student) as group,
@@ -59,7 +59,7 @@ def test_out_of_memory(teacher: RayGroup, at_once: None) -> None:
 
 
 def test_no_shared_memory_for_the_handoff(teacher: RayGroup, at_once: None) -> None:
-    """The kernel says no, whatever the buffer is made of."""
+    """Catches an error without a remedy when the operating system refuses shared memory."""
     with pytest.raises(WorkerError) as caught:
         teacher.call("forward", [("finds_shared_memory_full", 0)] * 2)
     message = str(caught.value)
@@ -78,8 +78,9 @@ def test_hanging_collective(teacher: RayGroup, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_killed_in_a_collective(teacher: RayGroup, at_once: None) -> None:
-    """The last test of the group. Bug: the message names the rank that noticed, which gets an error of its own before
-    Ray knows of the death.
+    """Bug: the message names the surviving rank, whose error comes before Ray knows of the death.
+
+    The last test of the group.
     """
     with pytest.raises(ClusterError) as caught:
         teacher.call("save", [("dies", 1)] * 2)
@@ -90,11 +91,11 @@ def test_killed_in_a_collective(teacher: RayGroup, at_once: None) -> None:
 
 
 def ranks() -> set[psutil.Process]:
-    found = set()
+    rank_processes = set()
     for process in psutil.Process().children(recursive=True):
         try:
             if "RankActor" in " ".join(process.cmdline()):
-                found.add(process)
+                rank_processes.add(process)
         except psutil.NoSuchProcess:
             continue
-    return found
+    return rank_processes
