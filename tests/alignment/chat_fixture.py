@@ -1,4 +1,4 @@
-"""Messages, and small tokenizers with chat templates of two kinds."""
+"""Messages, and small tokenizers with two chat templates."""
 
 import copy
 from functools import cache
@@ -16,7 +16,7 @@ PLAIN = """{% for message in messages %}{{ '<bos>' + message.role + '<pad>' + me
 
 @cache
 def small_chat(name: str) -> PreTrainedTokenizerFast:
-    """trimmed: bytes, contents trimmed. plain: SentencePiece, contents as they are."""
+    """Return a tokenizer: `trimmed` is byte level and trims contents; `plain` is SentencePiece and keeps them."""
     return with_template(*{"trimmed": (byte_level(), TRIMMED), "plain": (sentencepiece(), PLAIN)}[name])
 
 
@@ -34,8 +34,8 @@ def user(content: str) -> dict[str, object]:
     return {"role": "user", "content": content}
 
 
-def assistant(content: str | None, **others: object) -> dict[str, object]:
-    return {"role": "assistant", "content": content, **others}
+def assistant(content: str | None, **fields: object) -> dict[str, object]:
+    return {"role": "assistant", "content": content, **fields}
 
 
 def tool(content: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What real chat templates write, said once more in Python, and which tokens that makes content and the model's own."""
+"""Real chat templates, written again in Python, to check the tokens of contents and of the model's turns."""
 
 from __future__ import annotations
 
@@ -20,53 +20,60 @@ Messages = Sequence[dict[str, str]]
 class Segment:
     text: str
     message: int | None = None
-    """The message whose content this is."""
+    """Index of the message with this content, or None for the template's text."""
     written: bool = False
-    """The model has to write it."""
+    """Whether the model has to write it."""
 
 
 def llama3_1(messages: Messages) -> list[Segment]:
     segments = [Segment("<|begin_of_text|>")]
     for k, message in enumerate(messages):
-        own = message["role"] == "assistant"
+        is_assistant = message["role"] == "assistant"
         segments += [
             Segment(f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n"),
-            Segment(message["content"].strip(), k, own),
-            Segment("<|eot_id|>", written=own),
+            Segment(message["content"].strip(), k, is_assistant),
+            Segment("<|eot_id|>", written=is_assistant),
         ]
     return segments
 
 
 def gemma3(messages: Messages) -> list[Segment]:
     segments = [Segment("<bos>")]
-    system = messages[0]["role"] == "system"
-    for k, message in list(enumerate(messages))[system:]:
-        own = message["role"] == "assistant"
-        segments.append(Segment(f"<start_of_turn>{'model' if own else message['role']}\n"))
-        if system and k == 1:
+    has_system = messages[0]["role"] == "system"
+    for k, message in list(enumerate(messages))[has_system:]:
+        is_assistant = message["role"] == "assistant"
+        segments.append(Segment(f"<start_of_turn>{'model' if is_assistant else message['role']}\n"))
+        if has_system and k == 1:
             segments += [Segment(messages[0]["content"], 0), Segment("\n\n")]
-        segments += [Segment(message["content"].strip(), k, own), Segment("<end_of_turn>", written=own), Segment("\n")]
+        segments += [
+            Segment(message["content"].strip(), k, is_assistant),
+            Segment("<end_of_turn>", written=is_assistant),
+            Segment("\n"),
+        ]
     return segments
 
 
 def qwen3(messages: Messages, thinking: bool = True) -> list[Segment]:
-    """Without tools. thinking: whether the model, not the generation prompt, writes an empty thinking block."""
+    """Render messages without tools.
+
+    thinking: the model writes an empty thinking block; if False, the generation prompt does.
+    """
     last_query = max((k for k, message in enumerate(messages) if message["role"] == "user"), default=len(messages))
     segments = []
     for k, message in enumerate(messages):
-        own, content, reasoning = message["role"] == "assistant", message["content"], ""
+        is_assistant, content, reasoning = message["role"] == "assistant", message["content"], ""
         segments.append(Segment(f"<|im_start|>{message['role']}\n"))
-        if own and "</think>" in content:
+        if is_assistant and "</think>" in content:
             reasoning = content.split("</think>")[0].rstrip("\n").split("<think>")[-1].strip("\n")
             content = content.split("</think>")[-1].lstrip("\n")
-        if own and k > last_query and k == len(messages) - 1:
+        if is_assistant and k > last_query and k == len(messages) - 1:
             content = content.lstrip("\n")
             block = f"<think>\n{reasoning}\n</think>\n\n"
             if reasoning:
                 content = block + content
             else:
                 segments.append(Segment(block, written=thinking))
-        segments += [Segment(content, k, own), Segment("<|im_end|>", written=own), Segment("\n")]
+        segments += [Segment(content, k, is_assistant), Segment("<|im_end|>", written=is_assistant), Segment("\n")]
     return segments
 
 
@@ -74,7 +81,7 @@ TEMPLATES: dict[str, Callable[[Messages], list[Segment]]] = {"llama3_1": llama3_
 
 
 def check_tokens(tokenizer: PreTrainedTokenizerBase, tokens: ChatTokens, segments: list[Segment]) -> None:
-    """Spans and mask are the tokens that share a byte with their segments. Token ends come from the pieces."""
+    """Check that spans and mask hold the tokens that share a byte with their segments. Pieces give the tokens' ends."""
     extents = token_extents(tokenizer, tokens.ids.tolist())
     normal = [normalised(tokenizer, segment.text).encode() for segment in segments]
     ends = list(accumulate(map(len, normal)))
@@ -91,7 +98,7 @@ def check_tokens(tokenizer: PreTrainedTokenizerBase, tokens: ChatTokens, segment
 
 
 def token_extents(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[tuple[int, int]]:
-    """First byte and end of every token in the normalised text."""
+    """Return the start and end byte of every token in the normalised text."""
     pieces, specials = spelling(tokenizer)
     lengths = [specials.get(i, int(pieces.lengths[i])) for i in ids]
     ends = list(accumulate(lengths))
@@ -100,7 +107,7 @@ def token_extents(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[tu
 
 @cache
 def spelling(tokenizer: PreTrainedTokenizerBase) -> tuple[Pieces, dict[int, int]]:
-    """Pieces, and the bytes of the special tokens' names."""
+    """Return the pieces, and the byte length of each special token's name."""
     added = tokenizer.added_tokens_decoder.items()
     return pieces_of(tokenizer), {i: len(token.content.encode()) for i, token in added if token.special}
 
@@ -116,7 +123,7 @@ def normalizer_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def normalised(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Qwen composes characters; Gemma reads U+2581 as a space."""
+    """Normalise the text: Qwen composes characters, Gemma reads U+2581 as a space."""
     normalizer = normalizer_of(tokenizer)
     if "NFC" in normalizer:
         return unicodedata.normalize("NFC", text)
@@ -124,22 +131,22 @@ def normalised(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def check_alignment(aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens) -> None:
-    """Every chunk lies in one content on both sides or pairs special tokens between the same contents."""
+    """Check that every chunk lies in one content on both sides, or pairs special tokens between the same contents."""
     alignment = align_chat(aligner, student, teacher)
     for chunk, special in zip(chunks_of(alignment), alignment.special.tolist(), strict=True):
         places = place(student, chunk.student), place(teacher, chunk.teacher)
         assert places[0] == places[1]
         assert special or places[0][0] == "content"
-        left = b"".join(map(aligner.student_pieces.bytes_of, student.ids[slice(*chunk.student)].tolist()))
-        right = b"".join(map(aligner.teacher_pieces.bytes_of, teacher.ids[slice(*chunk.teacher)].tolist()))
-        assert special or chunk.inexact or left == right != b""
+        student_bytes = b"".join(map(aligner.student_pieces.bytes_of, student.ids[slice(*chunk.student)].tolist()))
+        teacher_bytes = b"".join(map(aligner.teacher_pieces.bytes_of, teacher.ids[slice(*chunk.teacher)].tolist()))
+        assert special or chunk.inexact or student_bytes == teacher_bytes != b""
     for ids in (alignment.student_chunk_id, alignment.teacher_chunk_id):
         used = ids[ids >= 0]
         assert (used[1:] >= used[:-1]).all()
 
 
 def place(tokens: ChatTokens, extent: tuple[int, int]) -> tuple[str, int]:
-    """The content that holds these tokens, or the number of contents before them."""
+    """Return the content that holds these tokens, or the number of contents before them."""
     for k, (start, stop) in enumerate(tokens.spans.tolist()):
         if start <= extent[0] and extent[1] <= stop:
             return "content", k
@@ -148,7 +155,7 @@ def place(tokens: ChatTokens, extent: tuple[int, int]) -> tuple[str, int]:
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase, tokens: ChatTokens) -> list[int]:
-    """Positions of end-of-turn tokens that the template wrote."""
+    """Return the positions of the template's end-of-turn tokens."""
     ends = ends_of_turn(tokenizer)
     inside = {i for start, stop in tokens.spans.tolist() for i in range(start, stop)}
     return [i for i, token_id in enumerate(tokens.ids.tolist()) if token_id in ends and i not in inside]

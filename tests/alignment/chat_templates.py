@@ -1,4 +1,4 @@
-"""Small chat templates with the structure of public ones, and a tokenizer with the tokens that they write."""
+"""Small chat templates with the structure of public ones, and a tokenizer with their tokens."""
 
 import copy
 import re
@@ -23,7 +23,7 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|open|>assistant<|sep|>{% endif %}",
         "<|end_of_msg|>",
     ),
-    # Two closing tokens, of which the second is EOS, as Aya and Command R7B.
+    # Two closing tokens, the second is EOS, as Aya and Command R7B.
     "two closing tokens": (
         _MESSAGE + "{% if m.role == 'assistant' %}<|a|><|start_response|>{{ m.content }}<|end_response|><|e|>"
         "{% else %}<|u|>{{ m.content }}<|e|>{% endif %}{% endfor %}"
@@ -48,7 +48,7 @@ TEMPLATES = {
         "{% else %}<|u|>{{ m.content }}<|e|>{% endif %}{% endfor %}" + _PROMPT,
         "<|e|>",
     ),
-    # A tool's answer needs its call, and there is no generation prompt, as Mistral Nemo.
+    # A tool's answer needs its call, and a generation prompt is missing, as Mistral Nemo.
     "no generation prompt": (
         _MESSAGE + "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}"
         "{% if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
@@ -83,9 +83,9 @@ TEMPLATES = {
         "<|e|>",
     ),
 }
-"""Name → the template, and the tokenizer's EOS."""
+"""A template and its tokenizer's EOS, keyed by name."""
 REWRITING = ("channels", "thinking")
-"""Templates that write a turn in another way if more messages follow."""
+"""Templates that write a turn differently if more messages follow."""
 
 WEATHER = call("weather", {"city": "Bern"})
 PLAIN = [user("One?"), assistant("Answer one."), user("Two?"), assistant("Answer two.")]
@@ -97,10 +97,10 @@ def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer_of(*TEMPLATES[name])
 
 
-def tokenizer_of(template: str, eos: str, more: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """Return a small tokenizer with a template, with all its tokens as special ones."""
+def tokenizer_of(template: str, eos: str, extra_tokens: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """Return a small tokenizer with a template; all tokens in the template are special."""
     tokenizer = copy.deepcopy(byte_level())
-    tokens = sorted({*_TOKEN.findall(template), *more, eos})
+    tokens = sorted({*_TOKEN.findall(template), *extra_tokens, eos})
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
     tokenizer.eos_token, tokenizer.chat_template = eos, template
     return tokenizer

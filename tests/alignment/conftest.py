@@ -1,4 +1,4 @@
-"""Pairs of tokenizers: small ones on every machine, real ones where they are."""
+"""Pairs of tokenizers: small ones on every machine, real ones if they are installed."""
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ def aligner(pair: Pair) -> TokenAligner:
 
 
 REAL_PAIRS = list(zip(REAL, (*REAL[1:], REAL[0]), strict=True))
-"""In a ring: each tokenizer once on either side."""
+"""A ring: each tokenizer is once a student and once a teacher."""
 
 
 @pytest.fixture(scope="session", params=REAL_PAIRS, ids="-".join)

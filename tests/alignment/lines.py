@@ -1,4 +1,4 @@
-"""How much Python a call runs, which no busy machine changes."""
+"""The lines of Python that a call runs: a measure of time that does not depend on the machine's load."""
 
 import gc
 import sys
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """Lines of Python, those of a loop or comprehension as often as they are run, and none of what is collected."""
+    """Return the number of Python lines run, with repeats in loops and comprehensions, without garbage collection."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""What alignment must give, written with sets, strings and recursion instead of pointers and blocks."""
+"""The expected alignment, written with sets, strings and recursion instead of pointers and blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Chunk:
 
 
 def expected_chunks(student: list[bytes], teacher: list[bytes], runs: Iterable[Run]) -> list[Chunk]:
-    """Chunks of two sequences of pieces, none of them empty, whose bytes are equal in `runs`."""
+    """Return the chunks of two sequences of non-empty pieces whose bytes are equal in `runs`."""
     s_token = {end: i for i, end in enumerate([0, *accumulate(map(len, student))])}
     t_token = {end: j for j, end in enumerate([0, *accumulate(map(len, teacher))])}
     cuts = [
@@ -41,7 +41,7 @@ def expected_chunks(student: list[bytes], teacher: list[bytes], runs: Iterable[R
 
 
 def chunks_of(alignment: Alignment) -> list[Chunk]:
-    """What the chunk ids say, checked against the bounds."""
+    """Return the chunks, after a check that chunk ids and bounds agree."""
     for c, (i, k, j, m) in enumerate(alignment.bounds.tolist()):
         assert (alignment.student_chunk_id == c).nonzero()[0].tolist() == list(range(i, k))
         assert (alignment.teacher_chunk_id == c).nonzero()[0].tolist() == list(range(j, m))
@@ -53,13 +53,14 @@ def chunks_of(alignment: Alignment) -> list[Chunk]:
 
 
 def best_score(a: Sequence[str], b: Sequence[str], match: int, start: int, shift: int) -> int:
-    """The best sum over runs of `match` per byte − `start` − `shift` per symbol by which the gap before it is uneven.
+    """Return the best score of any sequence of runs.
 
-    What follows the last run is free. Symbols may be several characters long. Tries every sequence of runs.
+    A run scores `match` for each byte − `start` − `shift` for each symbol that the gap before it is longer on one side.
+    Anything after the last run is free. Symbols may be several characters long.
     """
 
     @cache
-    def rest(i: int, j: int) -> int:
+    def best_from(i: int, j: int) -> int:
         best = 0
         for x in range(i, len(a)):
             for y in range(j, len(b)):
@@ -68,39 +69,39 @@ def best_score(a: Sequence[str], b: Sequence[str], match: int, start: int, shift
                     if a[x + n] != b[y + n]:
                         break
                     score += match * len(a[x + n].encode())
-                    best = max(best, score + rest(x + n + 1, y + n + 1))
+                    best = max(best, score + best_from(x + n + 1, y + n + 1))
         return best
 
-    return rest(0, 0)
+    return best_from(0, 0)
 
 
 def score_of(a: bytes, b: bytes, runs: Sequence[Run], match: int, start: int, shift: int) -> int:
-    """The same sum of given runs; the first, the equal prefix, is free."""
+    """Return the score of these runs; the first, the equal prefix, is free."""
     total = 0
-    for (i, j, before), (x, y, length) in pairwise(runs):
+    for (i, j, previous_length), (x, y, length) in pairwise(runs):
         if length:
-            uneven = len(a[i + before : x].decode()) - len(b[j + before : y].decode())
+            uneven = len(a[i + previous_length : x].decode()) - len(b[j + previous_length : y].decode())
             total += match * length - start - shift * abs(uneven)
     return total
 
 
 def true_runs(text: str, student: Normalizer, teacher: Normalizer) -> NDArray[np.int64]:
-    """The runs of two normalised forms of one text, known because the parts of the text are normalised one by one."""
+    """Return the runs of two normalised forms of one text, by normalising its parts one by one."""
     runs: list[Run] = []
     i = j = 0
     for part in _parts(text):
-        left, right = student(part).encode(), teacher(part).encode()
-        if left == right:
+        student_part, teacher_part = student(part).encode(), teacher(part).encode()
+        if student_part == teacher_part:
             if runs and runs[-1][0] + runs[-1][2] == i and runs[-1][1] + runs[-1][2] == j:
-                runs[-1] = (*runs[-1][:2], runs[-1][2] + len(left))
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + len(student_part))
             else:
-                runs.append((i, j, len(left)))
-        i, j = i + len(left), j + len(right)
+                runs.append((i, j, len(student_part)))
+        i, j = i + len(student_part), j + len(teacher_part)
     return np.array(runs, np.int64).reshape(-1, 3)
 
 
 def _parts(text: str) -> list[str]:
-    """The text in parts that no normaliser looks across: a character with what composes with it."""
+    """Split the text into parts that normalisers treat apart: a character and the characters it composes with."""
     parts: list[str] = []
     for character in text:
         if parts and not character.isascii() and _joins(parts[-1], character):
@@ -118,12 +119,12 @@ def _joins(part: str, character: str) -> bool:
 def common_ends(
     student_ends: NDArray[np.int64], teacher_ends: NDArray[np.int64], runs: NDArray[np.int64], margin: int = 0
 ) -> set[tuple[int, int]]:
-    """(student byte, teacher byte) where both sides cut inside a run, at least `margin` bytes from what differs."""
+    """Return (student byte, teacher byte) of common cuts inside a run, at least `margin` bytes from a difference."""
     last = int(student_ends.max(initial=0)), int(teacher_ends.max(initial=0))
-    found: set[tuple[int, int]] = set()
+    ends: set[tuple[int, int]] = set()
     for a, b, length in runs.tolist():
-        before, after = (margin if a or b else 0), (margin if (a + length, b + length) != last else 0)
+        margin_before, margin_after = (margin if a or b else 0), (margin if (a + length, b + length) != last else 0)
         offsets = np.intersect1d(student_ends - a, teacher_ends - b)
-        inside = offsets[(offsets >= before) & (offsets <= length - after)]
-        found |= {(a + offset, b + offset) for offset in inside.tolist()}
-    return found
+        inside = offsets[(offsets >= margin_before) & (offsets <= length - margin_after)]
+        ends |= {(a + offset, b + offset) for offset in inside.tolist()}
+    return ends

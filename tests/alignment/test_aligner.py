@@ -47,25 +47,25 @@ def spelled(pieces: Pieces, ids: list[int]) -> list[bytes]:
 
 
 def runs_of(student: list[bytes], teacher: list[bytes]) -> list[tuple[int, int, int]]:
-    """Of the bytes alone; test_resync.py says what they must be."""
+    """Return the runs of the bytes, which test_resync.py checks."""
     sides = [np.frombuffer(b"".join(pieces), np.uint8).copy() for pieces in (student, teacher)]
     return [tuple(run) for run in equal_runs(*sides).tolist()]
 
 
 def check(aligner: TokenAligner, student_ids: list[int], teacher_ids: list[int]) -> None:
-    """Compare with the oracle; special tokens, whose names a random text may contain, are left out."""
+    """Compare with the oracle, without special tokens, whose names a random text may contain."""
     student_ids = [i for i in student_ids if aligner.student_pieces.lengths[i]]
     teacher_ids = [i for i in teacher_ids if aligner.teacher_pieces.lengths[i]]
     alignment = aligner.align(student_ids, teacher_ids)
     student, teacher = spelled(aligner.student_pieces, student_ids), spelled(aligner.teacher_pieces, teacher_ids)
     assert chunks_of(alignment) == expected_chunks(student, teacher, runs_of(student, teacher))
     for c, (i, k, j, m) in enumerate(alignment.bounds.tolist()):
-        left, right = b"".join(student[i:k]), b"".join(teacher[j:m])
+        student_bytes, teacher_bytes = b"".join(student[i:k]), b"".join(teacher[j:m])
         exact = not alignment.inexact[c]
-        assert (left == right) or not exact
+        assert (student_bytes == teacher_bytes) or not exact
         assert alignment.one_to_one[c] == (k - i == 1 and m - j == 1)
-        assert alignment.whitespace[c] == (exact and left.isspace())
-        assert alignment.digit[c] == (exact and left.isdigit())
+        assert alignment.whitespace[c] == (exact and student_bytes.isspace())
+        assert alignment.digit[c] == (exact and student_bytes.isdigit())
         assert not alignment.special[c]
 
 
@@ -89,7 +89,7 @@ def test_real_pairs_on_the_corpus(real_pair: Pair) -> None:
 @quick
 @given(seed=st.integers(0, 2**32), cut=st.integers(0, 60))
 def test_sequences_no_tokenizer_would_produce(seed: int, cut: int) -> None:
-    """On-policy ids are not canonical and end anywhere; catches a merge that tokenizes again or drops the cut end."""
+    """Catches a merge that tokenizes again or drops the cut end: on-policy ids are not canonical and end anywhere."""
     aligner = aligner_of("byte-byte")
     random.seed(seed)
     text_ids = np.flatnonzero(aligner.student_pieces.lengths > 0).tolist()
@@ -107,18 +107,18 @@ def test_sequences_no_tokenizer_would_produce(seed: int, cut: int) -> None:
 
 
 @quick
-@given(text=TEXTS, other=TEXTS, position=st.integers(0, 40))
-def test_streams_that_differ(text: str, other: str, position: int) -> None:
-    """A normaliser or another rendering changes the middle; catches exact chunks claimed over unequal bytes."""
+@given(text=TEXTS, inserted=TEXTS, position=st.integers(0, 40))
+def test_streams_that_differ(text: str, inserted: str, position: int) -> None:
+    """Catches exact chunks over unequal bytes, if a normaliser or another template changes the middle."""
     student, teacher = small_pair("byte-byte")
-    changed = text[:position] + other + text[position + 2 :]
+    changed = text[:position] + inserted + text[position + 2 :]
     check(aligner_of("byte-byte"), encode(student, text), encode(teacher, changed))
 
 
 @quick
 @given(seed=st.integers(0, 2**32), lengths=st.tuples(st.integers(0, 12), st.integers(0, 12)))
 def test_repetitive_streams(seed: int, lengths: tuple[int, int]) -> None:
-    """Tokens of spaces and `o`, in which equal prefix and equal suffix overlap; catches bytes that are used twice."""
+    """Catches bytes used twice: in tokens of spaces and `o`, the equal prefix and the equal suffix overlap."""
     random.seed(seed)
     aligner = aligner_of("sentencepiece-byte")
     sides = []
@@ -161,7 +161,7 @@ IDS = ([260, 300, 301, 302, 303], [261, 302, 303, 301])
 
 
 def every_form(ids: list[int]) -> list[object]:
-    """One sequence as lists, as arrays of several widths, read-only, and with strides."""
+    """Return the ids as a list, a tuple, and arrays of several widths, read-only, and with strides."""
     wide = np.array(ids)
     locked = wide.copy()
     locked.flags.writeable = False
@@ -169,22 +169,22 @@ def every_form(ids: list[int]) -> list[object]:
 
 
 def test_no_form_of_input_compiles_anew(aligner: TokenAligner) -> None:
-    """Catches seconds of compilation for a read-only or 32-bit array, also where a worker's tables are read-only."""
+    """Bug: a read-only or 32-bit array, or a worker's read-only tables, cost seconds of compilation."""
     buffers: list[pickle.PickleBuffer] = []
     state = pickle.dumps(aligner, protocol=5, buffer_callback=buffers.append)
     copy = pickle.loads(state, buffers=[bytes(buffer) for buffer in buffers])
     assert not copy.student_pieces.buffer.flags.writeable
     expected = aligner.align(*IDS)
     kernels = spell, equal_runs, merge
-    before = [len(kernel.signatures) for kernel in kernels]
-    for each in (aligner, copy):
+    num_compiled = [len(kernel.signatures) for kernel in kernels]
+    for tested in (aligner, copy):
         for student_ids, teacher_ids in zip(*map(every_form, IDS), strict=True):
-            assert each.align(student_ids, teacher_ids).bounds.tolist() == expected.bounds.tolist()
-    assert [len(kernel.signatures) for kernel in kernels] == before
+            assert tested.align(student_ids, teacher_ids).bounds.tolist() == expected.bounds.tolist()
+    assert [len(kernel.signatures) for kernel in kernels] == num_compiled
 
 
 def test_threads_share_an_aligner() -> None:
-    """The kernels run without the GIL; catches state kept between or during calls."""
+    """Bug: state is shared between calls; the kernels run without the GIL."""
     student, teacher = small_pair("nfc-byte")
     aligner = aligner_of("nfc-byte")
     texts = [f"{n} caf\u0065\u0301s and {'fox ' * n}" for n in range(40)]
@@ -205,14 +205,14 @@ def aligner_of(name: str) -> TokenAligner:
 
 
 def test_the_fingerprint_names_tokenizers_and_roles() -> None:
-    """A cache of alignments is keyed by it; catches one that outlives an override."""
+    """Bug: an override of roles does not change the key of cached alignments."""
     student, teacher = small_pair("byte-byte")
     roles = {"<|begin_of_text|>": "opening", "<|im_start|>": "opening"}
-    prints = [
+    fingerprints = [
         TokenAligner(student, teacher).fingerprint,
         TokenAligner(teacher, student).fingerprint,
         TokenAligner(student, teacher, roles=roles).fingerprint,
         TokenAligner(student, sentencepiece()).fingerprint,
     ]
-    assert len(set(prints)) == 4
-    assert pickle.loads(pickle.dumps(TokenAligner(student, teacher))).fingerprint == prints[0]
+    assert len(set(fingerprints)) == 4
+    assert pickle.loads(pickle.dumps(TokenAligner(student, teacher))).fingerprint == fingerprints[0]

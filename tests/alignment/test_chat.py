@@ -1,4 +1,4 @@
-"""One conversation under two real templates, and under a synthetic one on machines without them."""
+"""One conversation under two templates: real ones, and synthetic ones on machines without them."""
 
 from dataclasses import replace
 from functools import cache
@@ -25,7 +25,7 @@ PLAIN = {
     "repeated": [user("Hi"), assistant("Hi"), user("Hi"), assistant("Hi"), user("Hi"), assistant("Hi")],
     "open": [user("Hi"), assistant("Hello!"), user("And now?")],
 }
-"""ASCII contents that every template writes as they are."""
+"""ASCII contents that every template writes unchanged."""
 ODD = {
     "white space": [system(" sys\n"), user("  Hi \n"), assistant("\n\n Hello \n\n"), user("\t"), assistant(" a ")],
     "special as text": [user("a<|im_end|>b<|eot_id|>"), assistant("<|im_end|>\n<|im_start|>user\nx<end_of_turn>")],
@@ -68,7 +68,7 @@ def small_tokens(messages: list[dict[str, object]]) -> tuple[ChatTokens, ChatTok
 
 
 def check_complete(alignment_of: TokenAligner, student: ChatTokens, teacher: ChatTokens) -> None:
-    """Every content token of either side is in an exact chunk."""
+    """Check that every content token of both sides is in an exact chunk."""
     alignment = align_chat(alignment_of, student, teacher)
     for tokens, chunk_id in ((student, alignment.student_chunk_id), (teacher, alignment.teacher_chunk_id)):
         for start, stop in tokens.spans.tolist():
@@ -80,7 +80,7 @@ def check_complete(alignment_of: TokenAligner, student: ChatTokens, teacher: Cha
 @pytest.mark.parametrize("case", [*PLAIN, *ODD])
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_real_templates(student: str, teacher: str, case: str) -> None:
-    """Catches contents found by search, spans off by a token, and chunks that cross a message's edge."""
+    """Bugs: a content is found by search, a span is off by one token, a chunk crosses a message's edge."""
     messages = (PLAIN | ODD)[case]
     tokens = []
     for name in (student, teacher):
@@ -98,7 +98,7 @@ def test_real_templates(student: str, teacher: str, case: str) -> None:
 @pytest.mark.parametrize("case", [case for case in PLAIN if case != "system"])
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_ends_of_turns_pair(student: str, teacher: str, case: str) -> None:
-    """Every turn's end on either side, in order; catches pairing by spelling, which pairs none of them."""
+    """Bug: ends of turns are paired by spelling, which pairs none; they pair in order."""
     tokens = [real_renderer(name)(PLAIN[case]) for name in (student, teacher)]
     alignment = align_chat(real_aligner(student, teacher), *tokens)
     ends = [turn_ends(real_tokenizer(name), side) for name, side in zip((student, teacher), tokens, strict=True)]
@@ -111,7 +111,7 @@ def test_ends_of_turns_pair(student: str, teacher: str, case: str) -> None:
 
 @pytest.mark.tokenizers
 def test_a_system_prompt_merged_into_the_first_user_turn() -> None:
-    """Llama ends a system turn where Gemma writes nothing: that end has no partner, all later ones have."""
+    """Bug: the end of Llama's system turn, which Gemma does not write, takes the partner of a later end."""
     tokens = [real_renderer(name)(PLAIN["system"]) for name in ("llama3_1", "gemma3")]
     alignment = align_chat(real_aligner("llama3_1", "gemma3"), *tokens)
     ends = turn_ends(real_tokenizer("llama3_1"), tokens[0])
@@ -121,7 +121,7 @@ def test_a_system_prompt_merged_into_the_first_user_turn() -> None:
 
 @pytest.mark.tokenizers
 def test_thinking_is_aligned_where_both_sides_show_it() -> None:
-    """Qwen renders `reasoning_content` and inline thinking alike; Llama reads it as text."""
+    """Bug: thinking stays unaligned although Llama shows it as text and Qwen as `reasoning_content` or inline."""
     answer = "<think>\nA fox is red.\n</think>\n\nRed."
     student = real_renderer("llama3_1")([user("Which colour?"), assistant(answer)])
     for message in (assistant(answer), assistant("Red.", reasoning_content="A fox is red.")):
@@ -131,7 +131,7 @@ def test_thinking_is_aligned_where_both_sides_show_it() -> None:
 
 @pytest.mark.tokenizers
 def test_thinking_that_one_side_drops_costs_only_itself() -> None:
-    """Qwen drops earlier thinking; the answer behind it must still be aligned."""
+    """Bug: the answer after earlier thinking, which Qwen drops, is not aligned."""
     messages = [user("Hi"), assistant("<think>\nhm\n</think>\n\nHello dear old fox"), user("?"), assistant("Yes")]
     student, teacher = real_renderer("qwen3")(messages), real_renderer("llama3_1")(messages)
     alignment = align_chat(real_aligner("qwen3", "llama3_1"), student, teacher)
@@ -143,7 +143,7 @@ def test_thinking_that_one_side_drops_costs_only_itself() -> None:
 
 @pytest.mark.tokenizers
 def test_tool_calls_and_results() -> None:
-    """Templates that treat calls differently: messages around them must not shift."""
+    """Bug: messages around tool calls shift, as templates write calls differently."""
     messages = [
         system("Use tools."),
         user("Weather in Paris?"),
@@ -166,10 +166,9 @@ def test_tool_calls_and_results() -> None:
 @settings(max_examples=30)
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=5), with_system=st.booleans())
 def test_any_contents_under_real_templates(contents: list[str], with_system: bool) -> None:
-    """Contents that look like the template, marks, thinking and special tokens: no edge may move.
+    """Bug: a content that looks like the template, a mark, thinking or a special token moves an edge.
 
-    But for a content with "</think>" among blanks and other tags: where it begins and ends is not defined, only which
-    tokens are the model's.
+    With "</think>" in a content, its start and end are undefined; only the mask is compared.
     """
     messages = conversation(contents, with_system)
     tokens = {name: real_renderer(name)(messages) for name in TEMPLATES}
@@ -197,13 +196,13 @@ def test_any_contents_under_synthetic_templates(contents: list[str], cuts: tuple
 def synthetic(name: str, messages: list[dict[str, str]]) -> list[Segment]:
     segments = [Segment("<|begin_of_text|>")] if name == "trimmed" else []
     for k, message in enumerate(messages):
-        own = message["role"] == "assistant"
+        is_assistant = message["role"] == "assistant"
         if name == "trimmed":
-            segments += [Segment(f"[{message['role']}]\n"), Segment(message["content"].strip(), k, own)]
-            segments += [Segment("<|eot_id|>", written=own)]
+            segments += [Segment(f"[{message['role']}]\n"), Segment(message["content"].strip(), k, is_assistant)]
+            segments += [Segment("<|eot_id|>", written=is_assistant)]
         else:
-            segments += [Segment(f"<bos>{message['role']}<pad>"), Segment(message["content"], k, own)]
-            segments += [Segment("<end_of_turn>", written=own), Segment("\n")]
+            segments += [Segment(f"<bos>{message['role']}<pad>"), Segment(message["content"], k, is_assistant)]
+            segments += [Segment("<end_of_turn>", written=is_assistant), Segment("\n")]
     return segments
 
 
@@ -221,14 +220,14 @@ def test_synthetic_templates(case: str) -> None:
 
 
 def test_a_cut_keeps_the_chunks_that_are_whole_on_both_sides() -> None:
-    """At every pair of lengths; catches a last chunk that is whole on one side only, and shifted bounds."""
+    """Bugs at any pair of lengths: the last chunk is complete on one side only; bounds shift."""
     student, teacher = small_tokens(PLAIN["system"])
-    whole = align_chat(small_aligner(), student, teacher).bounds
+    bounds = align_chat(small_aligner(), student, teacher).bounds
     for s_length in range(0, len(student.ids) + 1, 3):
         for t_length in range(0, len(teacher.ids) + 1, 5):
             cut = align_chat(small_aligner(), student.cut(s_length), teacher.cut(t_length))
-            kept = whole[(whole[:, 1] <= s_length) & (whole[:, 3] <= t_length)]
-            assert cut.bounds.tolist() == kept.tolist()
+            expected = bounds[(bounds[:, 1] <= s_length) & (bounds[:, 3] <= t_length)]
+            assert cut.bounds.tolist() == expected.tolist()
             assert (len(cut.student_chunk_id), len(cut.teacher_chunk_id)) == (
                 min(s_length, len(student.ids)),
                 min(t_length, len(teacher.ids)),
@@ -259,7 +258,7 @@ def test_ids_of_another_tokenizer_are_refused() -> None:
 
 @pytest.mark.tokenizers
 def test_no_python_is_run_per_token() -> None:
-    """Only per turn: thousands of tokens take a few milliseconds."""
+    """Bug: Python runs for each token and not for each turn: thousands of tokens should take a few milliseconds."""
     aligner = real_aligner("llama3_1", "qwen3")
 
     def lines(sentences: int) -> int:
@@ -269,4 +268,4 @@ def test_no_python_is_run_per_token() -> None:
         return lines_run(lambda: align_chat(aligner, student, teacher))
 
     first, short, long = lines(3), lines(3), lines(50)
-    assert first >= short == long, "what is prepared once may be in the first"
+    assert first >= short == long, "the first call may include preparation"

@@ -1,4 +1,4 @@
-"""What a renderer calls a content and what it calls the model's own, on real and synthetic templates."""
+"""Spans of contents and masks of the model's turns, on real and synthetic templates."""
 
 import pickle
 from typing import Any
@@ -46,7 +46,7 @@ def turns(tokenizer: Any, tokens: ChatTokens) -> list[str]:
     ],
 )
 def test_thinking(thinking: bool | None, answer: dict[str, Any], content: str, turn: str) -> None:
-    """The empty block is the model's own unless the generation prompt has it; catches a mask that starts too early."""
+    """Bug: the mask starts too early: an empty thinking block is the model's unless the generation prompt has it."""
     tokenizer = real_tokenizer("qwen3")
     render = ChatRenderer(tokenizer, template_kwargs={} if thinking is None else {"enable_thinking": thinking})
     tokens = render([user("a"), assistant(THOUGHT + "first"), user("b"), answer])
@@ -63,8 +63,10 @@ def test_thinking_disabled_in_several_turns() -> None:
 
 @pytest.mark.tokenizers
 def test_tool_calls_are_the_models_own() -> None:
-    """Catches calls left out of the loss, and results taken into it. The template writes on behind the system prompt,
-    in the token of its full stop."""
+    """Bugs: calls are missing in the loss; results are in it.
+
+    The template's text after the system prompt shares a token with its full stop.
+    """
     tokenizer = real_tokenizer("qwen3")
     messages = [
         system("Be brief."),
@@ -88,7 +90,7 @@ def test_tool_calls_are_the_models_own() -> None:
 
 @pytest.mark.tokenizers
 def test_a_result_as_a_user_turn() -> None:
-    """Qwen tells such a turn by its content, so that a mark in its place changes other turns."""
+    """Bug: a mark in place of the content changes other turns, since Qwen recognises such a turn by its content."""
     tokenizer = real_tokenizer("qwen3")
     result = "<tool_response>\n3\n</tool_response>"
     tokens = ChatRenderer(tokenizer)([user("Weather?"), assistant(THOUGHT + CALL), user(result), assistant("3")])
@@ -105,9 +107,9 @@ def test_text_parts_and_no_content() -> None:
 
 
 def test_a_turn_without_an_end() -> None:
-    """The next turn's text must not be searched for an end; catches a mask over the user's words.
+    """Bug: the end is searched in the next turn, and the mask covers the user's words.
 
-    Without a generation prompt the model writes its turn's header, too.
+    Without a generation prompt the model also writes its turn's header.
     """
     template = "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
@@ -118,7 +120,7 @@ def test_a_turn_without_an_end() -> None:
 
 
 def test_calls_with_an_end_of_their_own() -> None:
-    """As Llama's `<|eom_id|>`: inside the mask, outside the content, where it may find a partner."""
+    """Bugs: a call's own end, like Llama's `<|eom_id|>`, is outside the mask, or inside the content."""
     template = """{% for m in messages -%}
     {{ '[' + m.role + ']\n' }}{{ m.tool_calls | tojson + '<|end|>' if m.tool_calls else m.content + '<|eot_id|>' }}
     {%- endfor %}{{ '[assistant]\n' if add_generation_prompt }}"""
@@ -130,7 +132,7 @@ def test_calls_with_an_end_of_their_own() -> None:
 
 
 def test_offsets_without_spaces() -> None:
-    """Some byte-level tokenizers trim the spaces off; catches contents that lose theirs at the end."""
+    """Bug: a content loses its last space, as offsets of some byte-level tokenizers exclude spaces."""
     tokenizer = with_template(byte_level(), TRIMMED.replace(" | trim", ""))
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     assert isinstance(tokenizer.backend_tokenizer.pre_tokenizer, pre_tokenizers.Sequence)
@@ -161,7 +163,7 @@ def test_variables_that_rendering_sets() -> None:
 
 @pytest.mark.tokenizers
 def test_a_template_that_refuses() -> None:
-    """The reason is the template's; catches naming the last message instead of the first that is refused."""
+    """Bug: the error names the last message and not the first that the template refuses."""
     messages = [user("a"), assistant("b"), assistant("c"), user("d"), assistant("e")]
     with pytest.raises(AlignmentError, match=r"refuses messages\[2\] \(role 'assistant'.*must alternate.*drop"):
         ChatRenderer(real_tokenizer("gemma3"))(messages)

@@ -1,4 +1,4 @@
-"""Forms of messages that templates read, with small templates of the structure of public ones."""
+"""Messages in the form that a template reads, for small templates with the structure of public ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PAIRS = (
     "{% set x = namespace(a=(1,), b=(1,)) %}"
     "{% for i in range(60) %}{% set x.a = (x.a, x.a) %}{% set x.b = (x.b, x.b) %}{% endfor %}"
 )
-"""Comparisons of these take 2^60 operations."""
+"""Comparing the two takes 2^60 operations."""
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ PAIRS = (
     ids=["loops", "power", "comparison"],
 )
 def test_a_template_that_runs_forever_is_ended_in_any_thread(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a single operation kept the interpreter, and the run, for ever."""
+    """Bug: a single operation blocks the interpreter, and the run, without end."""
     tokenizer = with_template(byte_level(), HEAD + "{{ m.content }}" + END)
     assert rendered("{{ m.content }}", chat("{}")[:1])
     renderer = ChatRenderer(tokenizer)
@@ -62,21 +62,21 @@ def test_a_template_that_runs_forever_is_ended_in_any_thread(body: str, monkeypa
 
 @pytest.mark.parametrize("body", ["{{ '%4000000000d' | format(1) }}", PAIRS.replace("(x.a, x.a)", "x.a + x.a")])
 def test_a_template_that_fills_the_memory_is_ended(body: str) -> None:
-    """Bug: a chat template of a model takes all memory of the machine."""
+    """Bug: a model's chat template takes all of the machine's memory."""
     tokenizer = with_template(byte_level(), HEAD + body + END)
     with pytest.raises(AlignmentError, match=r"the chat template of .* needs more than 1 GiB of memory; set a chat_"):
         ChatRenderer(tokenizer).render([{"role": "user", "content": "Hi"}])
 
 
 def test_a_template_that_writes_a_bomb_is_refused() -> None:
-    """Bug: megabytes made of a short conversation are tokenized, which takes gigabytes."""
+    """Bug: megabytes rendered from a short conversation are tokenized, which takes gigabytes."""
     tokenizer = with_template(byte_level(), HEAD + "{{ 'a b ' * 7500000 }}" + END)
     with pytest.raises(AlignmentError, match="writes more than 16 times the text that it gets"):
         ChatRenderer(tokenizer).render([{"role": "user", "content": "Hi"}])
 
 
 def test_half_of_a_surrogate_pair_is_refused() -> None:
-    """Bug: a TypeError of the tokenizer."""
+    """Bug: the tokenizer raises a TypeError."""
     tokenizer = with_template(byte_level(), HEAD + "{{ m.content }}{{ '\\ud800' }}" + END)
     with pytest.raises(AlignmentError, match=r"refuses messages\[0\] .*surrogates not allowed"):
         ChatRenderer(tokenizer).render([{"role": "user", "content": "Hi"}])
@@ -105,18 +105,18 @@ def test_small_sums_are_rendered() -> None:
     ids=["json", "text", "printed", "mapping", "none", "none_as_text"],
 )
 def test_arguments_are_written_as_one_object(arguments: Any, body: str, written: str) -> None:
-    """Bug: JSON text was encoded twice, or refused by templates that read objects; objects by those that read text."""
+    """Bug: JSON text is encoded twice, or text or objects are refused by templates that read the other form."""
     assert rendered(body, chat(arguments)) == f"<user>Hi<end><assistant>{written}<end>"
 
 
 @pytest.mark.parametrize("text", ["", "Bern", "[1]", '{"a": "\\ud800"}', "{" * 5000, "1"])
 def test_arguments_that_are_no_object_stay_text(text: str) -> None:
-    """Bug: a list or a broken text in place of what the user wrote, or a surrogate that no tokenizer reads."""
+    """Bugs: the user's text is replaced by a list or cut; a surrogate that tokenizers refuse."""
     assert plain_messages(chat(text))[1]["tool_calls"][0]["function"]["arguments"] == text
 
 
 def test_values_of_arguments_stay() -> None:
-    """Bug: nulls dropped, large integers as floats, keys sorted."""
+    """Bugs: nulls are dropped, large integers become floats, keys are sorted."""
     text = '{"z": null, "n": 12345678901234567890123, "a": {"b": [null]}, "day": "2024-01-01"}'
     arguments = plain_messages(chat(text))[1]["tool_calls"][0]["function"]["arguments"]
     assert list(arguments.items()) == [
@@ -164,7 +164,7 @@ def test_a_content_of_none_is_empty_if_a_template_would_write_the_word(body: str
 
 
 def test_a_template_that_fails_on_none_in_one_place_is_given_an_empty_content() -> None:
-    """Bug: a conversation refused, since the probes have no message there."""
+    """Bug: the conversation is refused, because the probes have no message in this place."""
     body = "{% if loop.index > 2 %}{{ m.content.strip() }}{% endif %}" + WITHOUT_CONTENT
     assert rendered(body, [*chat({}), *chat({})]).endswith("<assistant><end>")
 
@@ -179,7 +179,7 @@ def test_contents_are_parts_for_a_template_that_writes_parts_alone() -> None:
 
 
 def test_parts_are_learned() -> None:
-    """Bug: no token to learn."""
+    """Bug: a conversation rendered from parts has no token to learn."""
     body = "{% for p in m.content %}{{ p.text }}{% endfor %}"
     tokenizer = with_template(byte_level(), HEAD + body + END)
     read = ChatRenderer(tokenizer)([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}])

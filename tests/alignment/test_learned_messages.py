@@ -1,4 +1,4 @@
-"""Messages that are learned: by their marks, and by the setting."""
+"""Which messages are learned, by their marks and by the setting."""
 
 from typing import Any
 
@@ -41,20 +41,20 @@ def marked(**marks: Any) -> list[dict[str, object]]:
     ],
 )
 def test_which_messages_are_learned(messages: list[dict[str, Any]], turns: LearnedTurns, learned: list[int]) -> None:
-    """Bug: marks that are not read, a turn with calls that is learned in part, or a user's message that is learned."""
+    """Bugs: marks are ignored; a turn with calls is learned in part; a user's message is learned."""
     assert np.flatnonzero(learned_messages(messages, turns)).tolist() == learned
 
 
 @pytest.mark.parametrize("mark", [0.5, "0", [1, 0], 2])
 def test_other_marks_are_refused(mark: Any) -> None:
-    """Bug: a weight of 0.5 is learned as 1, or text that says no as yes."""
+    """Bug: a weight of 0.5, or the text "0", counts as 1."""
     with pytest.raises(AlignmentError, match=r"messages\[5\]\.weight is .* must be 1 or true"):
         learned_messages(marked(weight=mark))
 
 
 @pytest.mark.parametrize("name", ["trimmed", "plain"])
 def test_tokens_of_other_messages_are_not_learned(name: str) -> None:
-    """Bug: the setting changes nothing in the mask, or what the template writes."""
+    """Bugs: the setting does not change the mask; it changes the rendered text."""
     every = ChatRenderer(small_chat(name))(TALK)
     last, some = ChatRenderer(small_chat(name), turns="last"), ChatRenderer(small_chat(name))
     for read, first in ((last(TALK), 2), (some([TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]), 2)):

@@ -1,4 +1,4 @@
-"""The contract on real tokenizers: exact chunks, every common cut, nothing in Python per token, linear growth."""
+"""The contract on real tokenizers: exact chunks, every common cut, no Python for each token, linear growth."""
 
 import time
 import unicodedata
@@ -36,7 +36,7 @@ NORMALIZER: dict[str, Callable[[str], str]] = {
 
 @cache
 def text() -> str:
-    """The corpus, its domains mixed, so that any stretch of it holds several."""
+    """Return the corpus with its domains mixed, so that any stretch has several."""
     documents = corpus_texts()
     return "\n".join(documents[i] for step in range(12) for i in range(step, len(documents), 12))
 
@@ -48,19 +48,19 @@ def aligner_of(student: str, teacher: str) -> TokenAligner:
 
 @cache
 def ids_of(name: str, start: int) -> list[int]:
-    """From a character of the text on, 8,192 tokens at least."""
+    """Return at least 8,192 tokens, from a character of the text on."""
     ids = encode(real_tokenizer(name), text()[start : start + STRETCH])
     assert len(ids) >= 8192
     return ids
 
 
 def starts() -> list[int]:
-    """Three stretches, one with literal `▁`."""
+    """Return the starts of three stretches, one with literal `▁`."""
     return [0, 200_000, text().index("▁") - 1000]
 
 
 class Sides:
-    """Byte ends and bytes of both sequences, from the pieces as a list."""
+    """Both sequences with their pieces, bytes and byte ends, and the alignment."""
 
     def __init__(self, names: tuple[str, str], ids: tuple[list[int], list[int]]) -> None:
         self.ids = ids
@@ -71,10 +71,11 @@ class Sides:
         self.alignment = self.aligner.align(*ids)
 
     def places(self) -> Places:
-        """Bytes of exact text chunks: student start and end, teacher start and end. Checks that they are equal."""
-        alignment, (left, right) = self.alignment, self.ends
+        """Return (student start, student end, teacher start, teacher end) of exact text chunks, checked to be equal."""
+        alignment, (student_ends, teacher_ends) = self.alignment, self.ends
         i, k, j, m = alignment.bounds[~alignment.inexact & ~alignment.special].T
-        places = set(zip(*(side.tolist() for side in (left[i], left[k], right[j], right[m])), strict=True))
+        ends = (student_ends[i], student_ends[k], teacher_ends[j], teacher_ends[m])
+        places = set(zip(*(side.tolist() for side in ends), strict=True))
         for a, b, c, d in places:
             assert self.data[0][a:b] == self.data[1][c:d]
         return places
@@ -82,12 +83,12 @@ class Sides:
 
 @cache
 def pieces_of(name: str) -> list[bytes]:
-    other = next(o for o in REAL if o != name)
-    return aligner_of(name, other).student_pieces.as_list()
+    partner = next(o for o in REAL if o != name)
+    return aligner_of(name, partner).student_pieces.as_list()
 
 
 def check_partition(alignment: Alignment) -> None:
-    """Chunks follow one another on both sides, and the ids say what the bounds say."""
+    """Check that chunks are in order on both sides, and that ids and bounds agree."""
     i, k, j, m = alignment.bounds.T
     assert (i < k).all()
     assert (j < m).all()
@@ -102,7 +103,7 @@ def check_partition(alignment: Alignment) -> None:
 
 
 def expected_places(ends: list[np.ndarray], runs: np.ndarray, limits: list[int]) -> Places:
-    """What lies between neighbouring common ends of one run, as long as both sides are within the limits."""
+    """Return the places between neighbouring common ends of each run, within the limits of both sides."""
     places: Places = set()
     for run in runs:
         cuts = sorted(common_ends(*ends, run[None]))
@@ -114,11 +115,10 @@ def expected_places(ends: list[np.ndarray], runs: np.ndarray, limits: list[int])
 @pytest.mark.parametrize(("student", "teacher"), ORDERED)
 @pytest.mark.parametrize("length", [512, 2048, 8192])
 def test_contract(student: str, teacher: str, length: int) -> None:
-    """Used chunks are byte-exact and every common cut is found; both sides are cut at `length` tokens.
+    """Catches exact chunks with unequal bytes and common cuts that are missed; both sides are cut at `length` tokens.
 
-    Where one stream is a prefix of the other the oracle is the common ends. Gemma reads a literal `▁` as a space;
-    there the truth is known from the text, and is demanded of runs of two bytes or more, and not where only the last
-    window of the shorter stream could show it.
+    If one stream is a prefix of the other, the oracle is their common ends. Gemma reads a literal `▁` as a space; then
+    the text gives the truth, for runs of at least two bytes and without the last window of the shorter stream.
     """
     for start in starts():
         sides = Sides((student, teacher), (ids_of(student, start)[:length], ids_of(teacher, start)[:length]))
@@ -135,7 +135,7 @@ def test_contract(student: str, teacher: str, length: int) -> None:
 
 
 def test_barriers_on_both_sides_of_an_insertion() -> None:
-    """`fox<eot><start>dog` against `fox<eot>##<start>dog`: a template writes more after a turn; both marks pair."""
+    """Bug: text that one template adds after a turn, as in `fox<eot>##<start>dog`, keeps a mark from pairing."""
     student, teacher = small_pair("byte-byte")
     eot, begin = student.eos_token_id, student.convert_tokens_to_ids("<|begin_of_text|>")
     end, start = teacher.eos_token_id, teacher.convert_tokens_to_ids("<|im_start|>")
@@ -149,7 +149,7 @@ def test_barriers_on_both_sides_of_an_insertion() -> None:
 
 
 def seconds(call: Callable[[], object], times: int) -> float:
-    """The best of so many."""
+    """Return the shortest processor time of so many calls."""
     best = float("inf")
     for _ in range(times):
         start = time.thread_time()
@@ -160,21 +160,21 @@ def seconds(call: Callable[[], object], times: int) -> float:
 
 @pytest.mark.tokenizers
 def test_no_python_is_run_per_token() -> None:
-    """Thousands of tokens take a fraction of a millisecond; one line for each would be many times that."""
+    """Bug: Python runs for each token, which takes many times the fraction of a millisecond for thousands."""
     aligner = aligner_of("llama3_1", "qwen3")
 
     def lines(size: int) -> int:
         return lines_run(lambda: aligner.align(ids_of("llama3_1", 0)[:size], ids_of("qwen3", 0)[:size]))
 
     first, short, long = lines(256), lines(256), lines(4096)
-    assert first >= short == long, "what is prepared once may be in the first"
+    assert first >= short == long, "the first call may include preparation"
 
 
 @pytest.mark.tokenizers
 def test_growth_is_linear_to_131_072_tokens() -> None:
-    """Catches quadratic growth, 28 times the cost per token; that of fresh memory pages and full caches is about 2.
+    """Bug: quadratic growth, 28 times the cost for each token; fresh memory pages and full caches cost a factor of 2.
 
-    Processor time of the thread, as the machine may be busy.
+    Measured in the thread's processor time, as the machine may be busy.
     """
     sides = [encode(real_tokenizer(name), text()[:20_000]) for name in ("llama3_1", "qwen3")]
     times = -(-131_072 // min(map(len, sides)))

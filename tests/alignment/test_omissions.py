@@ -1,4 +1,4 @@
-"""Pieces of conversations that templates leave out: small templates, and TRL's against the text of each piece."""
+"""Pieces of conversations that templates omit, for small templates and for TRL's."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ TEMPLATES = sorted(path.stem for path in (Path(trl.__file__).parent / "chat_temp
 
 
 def written_if(condition: str) -> str:
-    """Return a template that writes contents in this case alone."""
+    """Return a template that writes contents only in this case."""
     return ALL.replace(
         "{{ m.content }}", "{% if CONDITION %}{{ m.content }}{% endif %}".replace("CONDITION", condition)
     )
@@ -53,12 +53,12 @@ def omitted(template: str, messages: list[dict[str, Any]]) -> dict[int, set[str]
     ],
 )
 def test_each_kind_of_piece(template: str, pieces: dict[int, set[str]]) -> None:
-    """Bug: nothing is said of what a template drops; or a repeated text passes for one that is there."""
+    """Bugs: a dropped piece is not reported; a text that occurs twice hides that one of them is dropped."""
     assert omitted(template, TALK) == pieces
 
 
 def test_keys_that_few_templates_read() -> None:
-    """Bug: the student learns an empty turn in place of an older file's call, or of a refusal."""
+    """Bug: the student learns an empty turn in place of a refusal, or of a call in an older format."""
     older = {"role": "assistant", "content": None, "function_call": CALL["function"]}
     refusal = {"role": "assistant", "content": None, "refusal": "I cannot."}
     assert omitted(ALL, [user("Hi"), older]) == {1: {"tool calls"}}
@@ -66,7 +66,7 @@ def test_keys_that_few_templates_read() -> None:
 
 
 def test_a_template_that_refuses_other_words_is_asked_message_by_message() -> None:
-    """Bug: nothing is found out if one message must be as it is."""
+    """Bug: omissions are not found if the template refuses changes of one message."""
     template = ALL.replace("<end>", "{% if loop.first and m.content != 'Be brief.' %}{{ 1 / 0 }}{% endif %}")
     assert omitted(template.replace("{{ m.reasoning_content }}", ""), TALK) == {
         4: {"the reasoning of the last message"}
@@ -75,7 +75,7 @@ def test_a_template_that_refuses_other_words_is_asked_message_by_message() -> No
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_texts_of_pieces_are_there_or_reported(name: str) -> None:
-    """Bug: a template that writes a piece is said not to, or the other way round. TRL's templates."""
+    """Bug: a piece that the template writes is reported as omitted, or the reverse."""
     template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
     chat = ChatTemplate(with_template(byte_level(), template), {"bos_token": "<s>"})
     call = {"id": "abcdefgh1", **CALL}
@@ -107,7 +107,7 @@ def test_the_texts_of_pieces_are_there_or_reported(name: str) -> None:
     ],
 )
 def test_prompts_that_end_in_a_tag_of_thinking(prompt: str, turn: str, tag: str | None) -> None:
-    """Bug: the student learns to answer at once, and is asked to think."""
+    """Bug: the student learns to answer at once, but the prompt opens a thinking block."""
     body = "<{{ m.role }}>{% if m.role == 'assistant' %}" + turn + "{% endif %}{{ m.content }}<end>"
     template = "{% for m in messages %}" + body + "{% endfor %}"
     template += "{% if add_generation_prompt %}<assistant>" + prompt + "{% endif %}"

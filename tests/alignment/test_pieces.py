@@ -1,4 +1,4 @@
-"""id → bytes: spelled by the tokenizer itself, for each kind of vocabulary."""
+"""The bytes of each token id, compared with the tokenizer's own text, for each kind of vocabulary."""
 
 import copy
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def as_it_is(text: str) -> str:
 
 
 def meta_space_first(text: str) -> str:
-    """Metaspace adds a space where there is none; SentencePiece's own `▁` is a space too."""
+    """Metaspace adds a space if the text does not begin with one; SentencePiece's own `▁` is a space too."""
     text = text.replace("▁", " ")
     return text if text[:1] in (" ", "") else " " + text
 
@@ -44,7 +44,7 @@ def meta_space_first(text: str) -> str:
 class Family:
     make: Callable[[], PreTrainedTokenizerBase]
     split: Callable[[str], str] = as_it_is
-    """What the pre-tokenizer makes of a normalised text, written without tokenizers."""
+    """The pre-tokenizer's change of a normalised text, written without tokenizers."""
 
 
 FAMILIES = {
@@ -80,7 +80,7 @@ HOSTILE = st.text(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pieces_spell_the_text(name: str) -> None:
-    """Catches a wrong byte alphabet, wrong fallback bytes, `▁` in pieces, and a dummy prefix lost or counted twice."""
+    """Bugs: a wrong byte alphabet, wrong fallback bytes, `▁` in pieces, a dummy prefix lost or counted twice."""
     family = FAMILIES[name]
     tokenizer = family.make()
     pieces = pieces_of(tokenizer)
@@ -104,7 +104,7 @@ def test_pieces_spell_the_text(name: str) -> None:
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("name", REAL)
 def test_real_pieces_spell_the_corpus(name: str) -> None:
-    """What the normaliser leaves of a document, byte for byte."""
+    """Catches pieces that differ from the normalised document in any byte."""
     tokenizer = real_tokenizer(name)
     pieces = pieces_of(tokenizer)
     contents = pieces.as_list()
@@ -121,7 +121,7 @@ def test_real_pieces_spell_the_corpus(name: str) -> None:
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("name", REAL)
 def test_every_real_piece_is_what_the_vocabulary_writes(name: str) -> None:
-    """Written from the model's own spelling: UTF-8 of `▁` and `<0xHH>`, or GPT-2's alphabet of printable bytes."""
+    """Catches a piece that differs from the model's spelling: `▁` and `<0xHH>`, or GPT-2's alphabet of bytes."""
     tokenizer = real_tokenizer(name)
     pieces = pieces_of(tokenizer)
     printable = {chr(b): b for b in range(256) if chr(b).isprintable() and b not in (0x20, 0xA0, 0xAD)}
@@ -139,7 +139,7 @@ def test_every_real_piece_is_what_the_vocabulary_writes(name: str) -> None:
 
 
 def test_runs_of_spaces_stored_in_normalised_form_are_spaces() -> None:
-    """Catches Gemma's added token `▁▁` taken for six bytes of U+2581."""
+    """Bug: Gemma's added token `▁▁` counts as six bytes of U+2581."""
     tokenizer = sentencepiece()
     pieces = pieces_of(tokenizer)
     assert pieces.bytes_of(tokenizer.convert_tokens_to_ids("▁▁")) == b"  "
@@ -149,7 +149,7 @@ def test_runs_of_spaces_stored_in_normalised_form_are_spaces() -> None:
 
 
 def test_an_added_token_spells_what_the_normaliser_made_of_it() -> None:
-    """A dummy prefix is put before an added token's content too, once and for all."""
+    """Bug: the dummy prefix that an added token's content gets when it is added is missing."""
     tokenizer = copy.deepcopy(sentencepiece(dummy_prefix=True))
     tokenizer.add_tokens([AddedToken("<think>", normalized=True)])
     (token_id,) = set(encode(tokenizer, "a <think>b")) - set(encode(tokenizer, "ab"))
@@ -158,7 +158,7 @@ def test_an_added_token_spells_what_the_normaliser_made_of_it() -> None:
 
 @pytest.mark.parametrize("text", ["a <tool_call> b", "a<tool_call>b", "a  \n<tool_call>  b"])
 def test_white_space_that_an_added_token_swallows_is_no_part_of_it(text: str) -> None:
-    """One id has one spelling: a stream lacks the white space, which is where it differs from another tokenizer's."""
+    """Bug: white space that a token swallows is part of its bytes, although one id has one spelling."""
     tokenizer = ranks()
     pieces = pieces_of(tokenizer)
     assert pieces.bytes_of(tokenizer.convert_tokens_to_ids("<tool_call>")) == b"<tool_call>"
@@ -166,7 +166,7 @@ def test_white_space_that_an_added_token_swallows_is_no_part_of_it(text: str) ->
 
 
 def test_added_tokens_beyond_ascii() -> None:
-    """Catches the byte alphabet read into `<é>`, which the backend's own decoder does."""
+    """Bug: `<é>` is read in the byte alphabet, as the backend's own decoder does."""
     tokenizer = copy.deepcopy(byte_level())
     tokenizer.add_tokens(
         [AddedToken("<é>", normalized=False), AddedToken("<東 京>", normalized=False, single_word=True)]
@@ -179,7 +179,7 @@ def test_added_tokens_beyond_ascii() -> None:
 
 
 def test_a_normaliser_that_writes_the_byte_alphabet() -> None:
-    """Its added tokens are stored in that alphabet, so that `Ġ` is a space in them too."""
+    """Bug: `Ġ` in an added token is not a space, although added tokens are stored in the byte alphabet."""
     tokenizer = rebuilt(
         byte_level(), normalizer=normalizers.ByteLevel(), pre_tokenizer=pre_tokenizers.Split("", "removed")
     )
@@ -218,7 +218,7 @@ def test_origins_and_fallback_bytes() -> None:
 
 
 def test_vocabulary_size_is_the_largest_id_plus_one() -> None:
-    """Catches len(tokenizer), which is smaller where ids are missing; a missing id has no bytes."""
+    """Bug: len(tokenizer) is used, which is smaller if ids are missing; a missing id has no bytes."""
     vocab = {character: i for i, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
     backend = Tokenizer(models.BPE(vocab | {"zz": 300}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -240,22 +240,22 @@ def test_built_once() -> None:
 
 
 def test_padding_and_truncation_are_no_part_of_the_fingerprint() -> None:
-    """Catches a cache that misses after the first padded batch."""
+    """Bug: a cache misses after the first padded batch."""
     tokenizer = byte_level(420, extra=("<pad>",))
     tokenizer.pad_token = "<pad>"
-    before = fingerprint(tokenizer)
+    original = fingerprint(tokenizer)
     tokenizer(["a", "a longer text"], padding=True, truncation=True, max_length=3)
-    assert fingerprint(tokenizer) == before
+    assert fingerprint(tokenizer) == original
     tokenizer.add_tokens(["<new>"])
-    assert fingerprint(tokenizer) != before
+    assert fingerprint(tokenizer) != original
 
 
 def test_an_option_of_the_model_changes_the_fingerprint() -> None:
-    """Catches the pieces of the unchanged tokenizer."""
+    """Bug: a changed tokenizer gets the cached pieces of the unchanged one."""
     tokenizer = byte_level(420)
-    before = fingerprint(tokenizer)
+    original = fingerprint(tokenizer)
     tokenizer.backend_tokenizer.model.ignore_merges = True
-    assert fingerprint(tokenizer) != before
+    assert fingerprint(tokenizer) != original
 
 
 def test_a_word_piece_tokenizer_is_refused() -> None:
@@ -288,13 +288,13 @@ def test_word_end_suffixes_are_refused() -> None:
     ids=lambda value: None if isinstance(value, str) else str(value)[:50],
 )
 def test_a_decoder_that_does_not_spell_the_pieces_is_refused(decoder: decoders.Decoder, reason: str) -> None:
-    """The round trip: the kind alone says byte level, but the decoder drops or changes something."""
+    """Bug: only the decoder's kind is checked, although it drops or changes text."""
     with pytest.raises(AlignmentError, match=rf"(?s)cannot be aligned by bytes: .*({reason})"):
         pieces_of(rebuilt(byte_level(), decoder=decoder))
 
 
 def test_a_byte_that_decodes_to_another_is_found_wherever_it_is() -> None:
-    """Catches a check of sample texts alone: no sample holds this character."""
+    """Bug: only sample texts are checked, and none has this character."""
     decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("\x07", "\x08")])
     with pytest.raises(AlignmentError, match=r"stands for b'\\x07'"):
         pieces_of(rebuilt(byte_level(), decoder=decoder))
@@ -307,7 +307,7 @@ def test_a_pre_tokenizer_that_drops_white_space_is_refused() -> None:
 
 
 def test_merges_are_read_whatever_the_pieces_hold() -> None:
-    """Catches a cut of the serialised model at a piece that looks like its keys."""
+    """Bug: the serialised model is cut at a piece that looks like one of its keys."""
     piece = '"merges":['
     letters = sorted(set(piece))
     vocab = {letter: i for i, letter in enumerate(letters)} | {'"m': 90, piece: 91, 'x"merges': 92}
@@ -317,7 +317,7 @@ def test_merges_are_read_whatever_the_pieces_hold() -> None:
     assert backend.vocab == vocab
     assert read_backend(unigram()).merges == ()
     trained = read_backend(byte_level())
-    assert all(left + right in trained.vocab for left, right in trained.merges)
+    assert all(first + second in trained.vocab for first, second in trained.merges)
 
 
 def test_byte_alphabet_or_text() -> None:

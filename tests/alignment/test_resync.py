@@ -31,7 +31,7 @@ def equal_texts(a: str, b: str) -> list[str]:
 
 
 def check(a: bytes, b: bytes) -> list[Run]:
-    """Runs are equal, increasing and disjoint on both sides; the first is the prefix, the last reaches an end."""
+    """Check that runs are equal, increasing and disjoint; the first is the prefix, the last reaches an end."""
     runs = runs_of(a, b)
     assert runs[0][:2] == (0, 0)
     i = j = 0
@@ -52,7 +52,7 @@ def check(a: bytes, b: bytes) -> list[Run]:
 @quick
 @given(st.lists(st.binary(max_size=8) | st.sampled_from([b"\xc3", b"\xa9", b"ab" * 9]), max_size=12), st.data())
 def test_any_bytes(parts: list[bytes], data: st.DataObject) -> None:
-    """Streams need not be UTF-8: sampled ids end inside characters."""
+    """Catches runs that assume UTF-8: sampled ids end inside characters."""
     changed = [
         part for part in parts for part in data.draw(st.sampled_from([(part,), (), (part, b"\x80x"), (part, part)]))
     ]
@@ -62,7 +62,7 @@ def test_any_bytes(parts: list[bytes], data: st.DataObject) -> None:
 @quick
 @given(st.lists(st.sampled_from(WORDS), max_size=400), st.integers(0, 2**32))
 def test_long_streams_with_changes(words: list[str], seed: int) -> None:
-    """Several blocks; catches runs that overlap where two blocks or an anchor and a block meet."""
+    """Catches runs that overlap at the border of two blocks, or of an anchor and a block."""
     draw = random.Random(seed)
     words = words * 3
     changed = [draw.choice(WORDS) if draw.random() < 0.2 else word for word in words if draw.random() > 0.1]
@@ -72,7 +72,7 @@ def test_long_streams_with_changes(words: list[str], seed: int) -> None:
 @quick
 @given(st.text("ab é東한👍", max_size=11), st.text("ab é東한👍", max_size=11))
 def test_best_by_the_score(a: str, b: str) -> None:
-    """Catches a recurrence or back pointer that is off by one: such an error costs score on some of these."""
+    """Catches a recurrence or back pointer that is off by one, which lowers the score for some of these."""
     assume(min(len(a.encode()), len(b.encode())) < ANCHOR)
     runs = check(a.encode(), b.encode())
     prefix = len(a.encode()[: runs[0][2]].decode())
@@ -83,13 +83,13 @@ def test_best_by_the_score(a: str, b: str) -> None:
 @quick
 @given(st.text("ab é", max_size=8), st.text("ab é", max_size=8))
 def test_best_by_the_score_before_an_anchor(a: str, b: str) -> None:
-    """Before an anchor the path ends in it, and what it runs ahead by is paid."""
-    left, right = [*a, LONG], [*b, LONG]
-    while left and right and left[0] == right[0]:
-        left, right = left[1:], right[1:]
+    """Catches a path that does not end in the anchor, or whose final shift costs nothing."""
+    a_symbols, b_symbols = [*a, LONG], [*b, LONG]
+    while a_symbols and b_symbols and a_symbols[0] == b_symbols[0]:
+        a_symbols, b_symbols = a_symbols[1:], b_symbols[1:]
     runs = check((a + LONG).encode(), (b + LONG).encode())
     score = score_of((a + LONG).encode(), (b + LONG).encode(), runs, MATCH, START, SHIFT)
-    assert score == best_score(left, right, MATCH, START, SHIFT)
+    assert score == best_score(a_symbols, b_symbols, MATCH, START, SHIFT)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_known_runs(a: str, b: str, runs: list[str]) -> None:
 
 
 def test_no_run_splits_a_character() -> None:
-    """`が` and `か` share two of three bytes; catches chunks that end inside characters of different texts."""
+    """Bug: a chunk ends inside characters of different texts, as `が` and `か` share two of three bytes."""
     assert equal_texts("x か東", "x ã東")[-1] == "東"
     a, b = "東京 がぎ が 京都".encode(), "東京 かき か 京都".encode()
     for x, y, length in runs_of(a, b)[1:]:
@@ -118,12 +118,12 @@ def test_no_run_splits_a_character() -> None:
 
 
 def test_a_cut_stream_finds_no_partner_by_chance() -> None:
-    """The `o` that ends the shorter stream is not the `o` that ends the longer one."""
+    """Bug: the `o` at the end of the shorter stream pairs with the `o` at the end of the longer one."""
     assert equal_texts("hello o", "hellp, this goes on for much longer, to the very o") == ["hell"]
 
 
 def test_a_stream_cut_inside_a_character_ends_in_a_run() -> None:
-    """Catches an inexact end where one stream only stops earlier."""
+    """Bug: the end is inexact although one stream only stops earlier."""
     a, b = "nai\u0308ve 東京".encode(), "naïve 東京 and more".encode()
     for cut in range(1, 6):
         last = runs_of(a[:-cut], b)[-1]
@@ -131,14 +131,14 @@ def test_a_stream_cut_inside_a_character_ends_in_a_run() -> None:
 
 
 def test_a_moved_text_is_found_once() -> None:
-    """Two long texts in another order cannot both be equal runs."""
+    """Bug: two long texts in another order are both equal runs."""
     first, second = "0123456789 first text of some length ", "another one, of about the same length "
     assert len(equal_texts("x" + first + second + "y", "z" + second + first + "w")) <= 3
 
 
 @pytest.mark.tokenizers
 def test_a_long_insertion_is_stepped_over() -> None:
-    """100 KB on one side is many blocks; catches a band that is lost behind it."""
+    """Bug: the band is lost after 100 KB on one side, which are many blocks."""
     text = " ".join(corpus_texts())[:2000]
     inserted = "".join(random.Random(1).choices("abcdef ", k=100_000))
     assert sum(map(len, equal_texts(text, text[:1000] + inserted + text[1000:]))) >= len(text)
@@ -147,15 +147,15 @@ def test_a_long_insertion_is_stepped_over() -> None:
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("form", ["NFD", "NFKD"])
 def test_decomposed_text(form: str) -> None:
-    """Against the truth, known part by part: no byte has a wrong partner, only runs of one byte are missed."""
+    """Catches a wrong partner of any byte, and a run of several bytes that is missed."""
     for text in (*corpus_texts(), KOREAN * 20):
         text = unicodedata.normalize(form, text[:4000])
         a, b = text.encode(), unicodedata.normalize("NFC", text).encode()
-        true, found = partners(len(a), true_runs(text, str, nfc).tolist()), partners(len(a), check(a, b))
-        both = (true >= 0) & (found >= 0)
-        assert (true[both] == found[both]).all()
+        expected, matched = partners(len(a), true_runs(text, str, nfc).tolist()), partners(len(a), check(a, b))
+        both = (expected >= 0) & (matched >= 0)
+        assert (expected[both] == matched[both]).all()
         for i, _, length in true_runs(text, str, nfc).tolist():
-            assert length == 1 or (found[i : i + length] >= 0).all()
+            assert length == 1 or (matched[i : i + length] >= 0).all()
 
 
 KOREAN = "대한민국의 수도는 서울이다. 2024년 12월에는 눈이 많이 왔다. NVIDIA GPU로 모델을 학습했다.\n"
@@ -185,7 +185,7 @@ HOSTILE: dict[str, Callable[[int], tuple[bytes, bytes]]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_time_is_linear_on_hostile_streams(name: str) -> None:
-    """Catches quadratic time: then twice the length costs four times as much. 3 leaves room for a busy machine."""
+    """Bug: quadratic time, 4 times as much for twice the length; the limit of 3 allows for a busy machine."""
     short, long = 48 * BLOCK, 96 * BLOCK
     seconds = {}
     for size in (short, long):
@@ -208,8 +208,8 @@ def test_hostile_streams_give_valid_runs(name: str) -> None:
 
 
 def test_memory_is_linear() -> None:
-    """A table of 256 KiB × 256 KiB would be 64 GiB; ours are a few bytes per byte, and one block."""
+    """Bug: a table of 256 KiB × 256 KiB takes 64 GiB; ours take one block and a few bytes for each byte."""
     a, b = HOSTILE["random"](1 << 18)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    initial_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     check(a, b)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - initial_kib < 64 * 1024

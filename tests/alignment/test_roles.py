@@ -23,7 +23,7 @@ BASE = {"llama3_1": "<|end_of_text|>", "qwen3": "<|endoftext|>", "gemma3": "<eos
 
 
 def with_specials(*contents: str, eos: str = "<|x|>", marks: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """A small tokenizer of its own for each call, for the settings of a test stay with it."""
+    """Return a new small tokenizer, since a test's changes stay in it."""
     tokenizer = rebuilt(byte_level(400, eos="<|x|>", extra=()))
     tokenizer.add_special_tokens({"additional_special_tokens": list(contents)})
     tokenizer.add_tokens(list(marks))
@@ -36,7 +36,7 @@ def roles(tokenizer: PreTrainedTokenizerBase, content: str) -> tuple[str, ...]:
 
 
 cached_pieces = cache(pieces_of)
-"""Without serialising large vocabularies again and again; no test adds tokens after it asked."""
+"""Saves serialising large vocabularies again; no test adds tokens after a call."""
 
 
 def paired(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> SpecialTokens:
@@ -44,7 +44,7 @@ def paired(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -
 
 
 def contents(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> dict[str, str]:
-    """One-to-one pairs by content."""
+    """Return the contents of the one-to-one pairs."""
     return {
         student.convert_ids_to_tokens(s): teacher.convert_ids_to_tokens(t) for s, t in paired(student, teacher).pairs
     }
@@ -52,7 +52,7 @@ def contents(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase)
 
 @contextmanager
 def as_base(name: str) -> Iterator[PreTrainedTokenizerBase]:
-    """The tokenizer as a base model sets it: its eos ends a text."""
+    """Yield the tokenizer with a base model's eos, which ends a text."""
     tokenizer = real_tokenizer(name)
     tokenizer.eos_token = BASE[name]
     try:
@@ -64,35 +64,35 @@ def as_base(name: str) -> Iterator[PreTrainedTokenizerBase]:
 @pytest.mark.tokenizers
 @pytest.mark.parametrize(("student", "teacher"), list(permutations(INSTRUCT, 2)))
 def test_ends_of_turns_and_of_texts_pair_in_every_ordered_pair(student: str, teacher: str) -> None:
-    """Catches pairing by spelling, and an end of text that takes the partner of an end of turn."""
-    found = contents(real_tokenizer(student), real_tokenizer(teacher))
-    assert found[INSTRUCT[student]] == INSTRUCT[teacher]
-    assert found[BASE[student]] == BASE[teacher]
+    """Bugs: tokens are paired by spelling; an end of text takes the partner of an end of turn."""
+    pairs = contents(real_tokenizer(student), real_tokenizer(teacher))
+    assert pairs[INSTRUCT[student]] == INSTRUCT[teacher]
+    assert pairs[BASE[student]] == BASE[teacher]
 
 
 @pytest.mark.tokenizers
 @pytest.mark.parametrize(("student", "teacher"), list(permutations(INSTRUCT, 2)))
 def test_a_base_model_against_an_instructed_one(student: str, teacher: str) -> None:
-    """Catches eos paired with eos, whatever it ends, which leaves the teacher's end of text without a partner."""
+    """Bug: eos is paired with eos whatever it ends, so the teacher's end of text has no partner."""
     for base in (student, teacher):
         ours, theirs = real_tokenizer(student), real_tokenizer(teacher)
         with as_base(base):
-            found = contents(ours, theirs)
-            assert found[INSTRUCT[student]] == INSTRUCT[teacher]
-            assert found[BASE[student]] == BASE[teacher]
+            pairs = contents(ours, theirs)
+            assert pairs[INSTRUCT[student]] == INSTRUCT[teacher]
+            assert pairs[BASE[student]] == BASE[teacher]
             special = paired(ours, theirs)
             s_class, t_class = special.student_class[ours.eos_token_id], special.teacher_class[theirs.eos_token_id]
-            assert special.matches[s_class, t_class], "at the end of a document, what either side ends it with pairs"
+            assert special.matches[s_class, t_class], "the two ends of a document pair"
 
 
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("name", INSTRUCT)
 def test_the_only_end_of_a_tokenizer_pairs_with_the_eos_of_the_other(name: str) -> None:
-    """gpt4o has one end, which ends generation: paired one to one with what ends the other's, in both directions."""
-    tokenizer, other = real_tokenizer(name), real_tokenizer("gpt4o")
-    assert contents(tokenizer, other)[tokenizer.eos_token] == "<|endoftext|>"
-    assert contents(other, tokenizer) == {"<|endoftext|>": tokenizer.eos_token}
-    assert paired(tokenizer, other).best[tokenizer.convert_tokens_to_ids(BASE[name])] == other.eos_token_id
+    """Bug: the only end of gpt4o is not paired one to one with the other tokenizer's eos in both directions."""
+    tokenizer, gpt4o = real_tokenizer(name), real_tokenizer("gpt4o")
+    assert contents(tokenizer, gpt4o)[tokenizer.eos_token] == "<|endoftext|>"
+    assert contents(gpt4o, tokenizer) == {"<|endoftext|>": tokenizer.eos_token}
+    assert paired(tokenizer, gpt4o).best[tokenizer.convert_tokens_to_ids(BASE[name])] == gpt4o.eos_token_id
 
 
 @pytest.mark.tokenizers
@@ -107,7 +107,7 @@ def test_beginnings_and_headers_pair() -> None:
 @pytest.mark.tokenizers
 @pytest.mark.parametrize(("student", "teacher"), [(a, b) for a, b in product(REAL, REAL) if a != b])
 def test_no_special_token_pairs_with_text(student: str, teacher: str) -> None:
-    """Both sides stand for no bytes, or both are added tokens of one mark."""
+    """Bug: a special token pairs with text. Both must be without bytes, or added tokens for the same mark."""
     tokenizers = real_tokenizer(student), real_tokenizer(teacher)
     pieces = [pieces_of(tokenizer) for tokenizer in tokenizers]
     table = [roles_of(tokenizer) for tokenizer in tokenizers]
@@ -130,7 +130,7 @@ def test_no_special_token_pairs_with_text(student: str, teacher: str) -> None:
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("name", REAL)
 def test_a_tokenizer_paired_with_itself_is_the_identity(name: str) -> None:
-    """Also for reserved tokens: the loss on a same-tokenizer pair equals the same-vocabulary loss."""
+    """Bug: reserved tokens are unpaired, so the loss differs from the same-vocabulary loss."""
     tokenizer = real_tokenizer(name)
     special = paired(tokenizer, tokenizer)
     assert all(s == t for s, t in special.pairs)
@@ -139,7 +139,7 @@ def test_a_tokenizer_paired_with_itself_is_the_identity(name: str) -> None:
 
 @pytest.mark.tokenizers
 def test_reserved_tokens_pair_with_nothing_of_another_tokenizer() -> None:
-    """`<unused0>` of two models has one name and two meanings."""
+    """Bug: `<unused0>` of two models is paired by its name, although its meanings differ."""
     ours, theirs = with_specials("<unused0>", "<|image|>"), with_specials("<|eot_id|>", "<unused0>", "<|image|>")
     assert contents(ours, theirs) == {"<|x|>": "<|x|>", "<|image|>": "<|image|>"}
     assert contents(ours, ours)["<unused0>"] == "<unused0>"
@@ -179,7 +179,7 @@ def test_the_end_of_a_message_is_the_end_of_a_turn_where_nothing_is_nearer() -> 
 
 
 def test_of_several_ends_of_a_turn_the_one_that_is_eos_is_nearer_to_eos() -> None:
-    """gpt-oss ends its messages with `<|end|>`, which has the lower id, and its answers with `<|return|>`."""
+    """Bug: gpt-oss's `<|end|>` of messages, which has the lower id, is paired and not its `<|return|>` of answers."""
     harmony = with_specials("<|end|>", "<|return|>", "<|endoftext|>", eos="<|return|>")
     qwen = with_specials("<|endoftext|>", "<|im_end|>", eos="<|im_end|>")
     expected = {"<|im_end|>": "<|return|>", "<|endoftext|>": "<|endoftext|>", "<|x|>": "<|x|>"}
@@ -211,7 +211,7 @@ def test_marks_of_different_families_pair(ours: str, theirs: str) -> None:
 
 @pytest.mark.tokenizers
 def test_marks_are_marks_whether_special_or_not_and_other_text_is_none() -> None:
-    """Gemma's added token `</s>` is an HTML tag; catches pairing it with another's end of text."""
+    """Bug: Gemma's added token `</s>`, an HTML tag, pairs with another tokenizer's end of text."""
     tokenizer = with_specials("[THINK]", marks=("<think>", "</s>", "<|im_end|>"))
     assert roles(tokenizer, "<think>") == roles(tokenizer, "[THINK]") == ("think_start",)
     assert roles(tokenizer, "</s>") == roles(tokenizer, "<|im_end|>") == ()
@@ -253,11 +253,11 @@ def test_names_of_images_keep_their_content() -> None:
     ],
 )
 def test_the_chat_template_tells_what_unknown_tokens_mean(template: str, expected: dict[str, str]) -> None:
-    """`<|a|>` before a user and `<|b|>` before an assistant start turns of one speaker, which is another meaning."""
+    """Bug: tokens that start one speaker's turns (`<|a|>` a user's, `<|b|>` an assistant's) count as starts of any."""
     tokenizer = with_specials("<|a|>", "<|b|>", "<|z|>")
     tokenizer.chat_template = template
-    found = {content: roles(tokenizer, content) for content in ("<|a|>", "<|b|>", "<|z|>")}
-    assert found == {content: (expected.get(content, content),) for content in found}
+    token_roles = {content: roles(tokenizer, content) for content in ("<|a|>", "<|b|>", "<|z|>")}
+    assert token_roles == {content: (expected.get(content, content),) for content in token_roles}
 
 
 @pytest.mark.parametrize("template", ["{{ m.content + '<|x|>' }}{% broken", "{{ eos_token }}{{ raise_exception('') }}"])
@@ -269,7 +269,7 @@ def test_a_template_that_names_eos_ends_its_turns_with_it(template: str) -> None
 
 
 def beside(tmp_path: Path, content: object) -> PreTrainedTokenizerFast:
-    """A tokenizer in a folder with this generation config."""
+    """Return a tokenizer loaded from a folder with this generation config."""
     tokenizer = with_specials("<|end_of_text|>", "<|stop|>", "<|blank|>", "<|start|>", marks=("</s>",))
     tokenizer.save_pretrained(tmp_path)
     text = content if isinstance(content, str) else json.dumps(content)
@@ -278,7 +278,7 @@ def beside(tmp_path: Path, content: object) -> PreTrainedTokenizerFast:
 
 
 def test_the_generation_config_names_ends(tmp_path: Path) -> None:
-    """Each id of the list ends a generation; what the content tells comes first, and text stays text."""
+    """Bugs: only one id of the list is an end; a token's own content does not come first; text becomes special."""
     ids = {token.content: i for i, token in beside(tmp_path, {}).added_tokens_decoder.items()}
     tokenizer = beside(
         tmp_path,
@@ -310,7 +310,7 @@ def test_a_broken_generation_config_is_ignored_with_a_warning(
 def test_a_hub_model_has_the_generation_config_of_the_local_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written as the hub's client lays its cache out."""
+    """Bug: the generation config in the hub's cache is not read."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     tokenizer = with_specials("<|stop|>")
     tokenizer.name_or_path = "somebody/model"

@@ -1,4 +1,4 @@
-"""Special tokens: their roles, their pairing by role and place, and that they are walls for bytes."""
+"""Special tokens: pairing by role and place, and no chunk across one."""
 
 import pytest
 
@@ -10,12 +10,12 @@ from tests.tokenizers_fixture import byte_level, encode, sentencepiece
 
 @pytest.fixture(scope="module")
 def tokenizers() -> Pair:
-    """eos `<|eot_id|>` against eos `<|im_end|>`."""
+    """Return two byte-level tokenizers with the eos `<|eot_id|>` and `<|im_end|>`."""
     return small_pair("byte-byte")
 
 
 def ids_of(tokenizer: object, *parts: str) -> list[int]:
-    """Ids of a sequence of texts and special tokens."""
+    """Return the ids of a sequence of texts and special tokens."""
     ids: list[int] = []
     for part in parts:
         ids += [tokenizer.convert_tokens_to_ids(part)] if part.startswith("<|") else encode(tokenizer, part)
@@ -33,13 +33,13 @@ def test_a_special_token_pairs_only_at_the_same_byte(tokenizers: Pair) -> None:
 
 
 def test_no_chunk_spans_a_special_token(tokenizers: Pair) -> None:
-    """`T|he` against `The`: one teacher token stands for both halves, but the student has a wall inside."""
+    """Bug: the teacher's `The` makes a chunk with the student's `T` and `he` although a special token is between."""
     student, teacher = tokenizers
-    (whole,) = ids_of(teacher, "The")
+    (teacher_id,) = ids_of(teacher, "The")
     first, second = ids_of(student, "T"), ids_of(student, "he")
     aligner = TokenAligner(*tokenizers)
-    assert aligner.align([*first, *second], [whole]).num_chunks == 1
-    assert aligner.align([*first, student.eos_token_id, *second], [whole]).num_chunks == 0
+    assert aligner.align([*first, *second], [teacher_id]).num_chunks == 1
+    assert aligner.align([*first, student.eos_token_id, *second], [teacher_id]).num_chunks == 0
 
 
 def test_several_special_tokens_at_one_place_pair_in_order(tokenizers: Pair) -> None:
@@ -74,13 +74,13 @@ def test_overrides_pair_what_nothing_else_would(tokenizers: Pair) -> None:
 
 
 def test_added_tokens_are_text_unless_both_sides_mean_them() -> None:
-    """Qwen's `<think>` is added but not special: bytes against a plain vocabulary, a pair against its like."""
-    plain, thinking, other = byte_level(460), byte_level(470), byte_level(480)
+    """Bug: an added token like Qwen's `<think>` is always special, or always text; it pairs only with its like."""
+    plain, thinking, brackets = byte_level(460), byte_level(470), byte_level(480)
     thinking.add_tokens(["<think>"])
-    other.add_tokens(["[THINK]"])
+    brackets.add_tokens(["[THINK]"])
     ids = encode(thinking, "a<think>b")
     assert TokenAligner(thinking, plain).align(ids, encode(plain, "a<think>b")).special.sum() == 0
-    paired = TokenAligner(thinking, other).align(ids, encode(other, "a[THINK]b"))
+    paired = TokenAligner(thinking, brackets).align(ids, encode(brackets, "a[THINK]b"))
     assert paired.special.tolist() == [False, True, False]
     assert not paired.inexact.any()
 

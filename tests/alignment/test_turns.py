@@ -1,4 +1,4 @@
-"""What is learned of a conversation is what the model writes, under templates with the structure of public ones."""
+"""A conversation's learned tokens are those that the model writes, for templates with the structure of public ones."""
 
 import re
 from pathlib import Path
@@ -59,20 +59,20 @@ def turns_of(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_turns(name: str) -> None:
-    """Bug: tools' answers and headers were learned; calls and ends of turns were not."""
+    """Bug: tools' answers and headers are learned; calls and ends of turns are not."""
     messages, expected = TURNS[name]
     assert turns_of(chat_tokenizer(name), messages) == expected
 
 
 def test_a_conversation_that_begins_with_the_assistant() -> None:
-    """No messages come before it, so the generation prompt is searched for."""
+    """Bug: the turn's start is not found, as no messages come before it."""
     messages = [assistant("Hello."), user("Hi."), assistant("Bye.")]
     assert turns_of(chat_tokenizer("two closing tokens"), messages)[0] == "Hello.<|end_response|><|e|>"
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Conversations with empty, repeated and Unicode contents, thinking, and calls with all kinds of arguments."""
+    """Return conversations with empty, repeated and Unicode contents, thinking, and calls with various arguments."""
     messages: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(1, 4))):
         messages.append(user(draw(CONTENTS)))
@@ -89,7 +89,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 @settings(max_examples=15)
 @given(messages=conversations())
 def test_turns_by_definition(name: str, messages: list[dict[str, Any]]) -> None:
-    """Against all beginnings of the conversation, one rendering each: a turn is what a message adds to its prompt."""
+    """Catches a turn that differs from its definition: the text that an answer adds to its prompt."""
     tokenizer = chat_tokenizer(name)
     rendered = ChatRenderer(tokenizer).render(messages)
     is_written = [False] * len(rendered.text)
@@ -99,10 +99,10 @@ def test_turns_by_definition(name: str, messages: list[dict[str, Any]]) -> None:
     expected = [False] * len(rendered.text)
     for k, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, after = render(tokenizer, messages[:k], True), render(tokenizer, messages[: k + 1])
-            assert rendered.text.startswith(before)
-            assert rendered.text.startswith(after)
-            expected[len(before) : len(after)] = [True] * (len(after) - len(before))
+            prompt, with_answer = render(tokenizer, messages[:k], True), render(tokenizer, messages[: k + 1])
+            assert rendered.text.startswith(prompt)
+            assert rendered.text.startswith(with_answer)
+            expected[len(prompt) : len(with_answer)] = [True] * (len(with_answer) - len(prompt))
     assert is_written == expected
 
 
@@ -110,7 +110,7 @@ def test_turns_by_definition(name: str, messages: list[dict[str, Any]]) -> None:
 @settings(max_examples=15)
 @given(messages=conversations())
 def test_no_other_text_is_learned(name: str, messages: list[dict[str, Any]]) -> None:
-    """What others say never is, and of the last turn all that follows its prompt."""
+    """Bugs: a user's or a tool's words are learned; the last turn is not learned in full."""
     for k, message in enumerate(messages):
         if message["role"] in ("user", "tool"):
             message["content"] += f"word{k}"
@@ -118,13 +118,13 @@ def test_no_other_text_is_learned(name: str, messages: list[dict[str, Any]]) -> 
     turns = turns_of(tokenizer, messages)
     assert "word" not in "".join(turns)
     assert len(turns) == sum(message["role"] == "assistant" for message in messages)
-    before, text = render(tokenizer, messages[:-1], True), render(tokenizer, messages)
-    if text.startswith(before):
-        assert turns[-1] == text[len(before) :].rstrip("\n")
+    prompt, text = render(tokenizer, messages[:-1], True), render(tokenizer, messages)
+    if text.startswith(prompt):
+        assert turns[-1] == text[len(prompt) :].rstrip("\n")
 
 
 def test_a_moved_system_message() -> None:
-    """Bug: of a template that gathers system messages at the front, the user's question was learned (DeepSeek)."""
+    """Bug: the user's question is learned if a template moves system messages to the front (DeepSeek)."""
     template = (
         "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}{% for m in messages %}"
         "{% if m.role == 'user' %}<|u|>{{ m.content }}{% elif m.role == 'assistant' %}<|a|>{{ m.content }}</s>"
@@ -135,7 +135,7 @@ def test_a_moved_system_message() -> None:
 
 
 def test_joined_answers() -> None:
-    """Bug: after one turn without an end, which two messages share, no turn's end was learned."""
+    """Bug: after one turn without an end, which two messages share, no turn's end is learned."""
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}<|u|>{{ m.content }}{% else %}"
         "{{ '' if loop.index0 and messages[loop.index0 - 1].role == 'assistant' else '<|a|>' }}{{ m.content }}"
@@ -147,7 +147,7 @@ def test_joined_answers() -> None:
 
 
 def test_a_result_that_cannot_be_marked() -> None:
-    """Bug: between a call and what is said after its result, the result was learned."""
+    """Bug: a result between a call and the answer is learned."""
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}<|u|>{{ m.content }}{% elif m.role == 'assistant' %}<|a|>"
         "{% for c in m.tool_calls or [] %}<|call|>{{ c.function.arguments.city }}<|/call|>{% endfor %}"
@@ -161,7 +161,7 @@ def test_a_result_that_cannot_be_marked() -> None:
 
 
 def test_a_result_that_quotes_its_call() -> None:
-    """Bug: the header of a tool's message was learned if it repeats the call's arguments."""
+    """Bug: the header of a tool's message is learned if it repeats the call's arguments."""
     template = (
         "{% set seen = namespace(city='') %}{% for m in messages %}{% if m.role == 'tool' %}<|t|>of {{ seen.city }}: "
         "{{ m.content }}</s>{% elif m.role == 'assistant' %}<|a|>{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -172,13 +172,13 @@ def test_a_result_that_quotes_its_call() -> None:
 
 
 def test_a_call_whose_function_is_text() -> None:
-    """Bug: a TypeError of Python's own for a call that names its function alone."""
+    """Bug: a TypeError for a call whose function is only a name."""
     messages = [user("a"), assistant("b", tool_calls=[{"function": "f", "arguments": {"x": "1"}}])]
     assert turns_of(chat_tokenizer("closing text"), messages) == ["b<|close|>assistant<|sep|><|end_of_msg|>"]
 
 
 def test_few_renderings_of_a_long_conversation() -> None:
-    """Bug: one rendering a message. Counts characters: 160 messages take as many as three renderings of all."""
+    """Bug: one rendering for each message. 160 messages may take the characters of 2.5 full renderings."""
     messages = [user("Go.")]
     for i in range(80):
         messages += [assistant("", tool_calls=[call("f", {"x": f"argument {i}", "n": i})]), tool(f"result {i}\n")]
@@ -186,9 +186,9 @@ def test_few_renderings_of_a_long_conversation() -> None:
     text = render(tokenizer, messages)
     num_characters = 0
 
-    def counted(some: Any, prompt: bool) -> str | None:
+    def counted(part: Any, prompt: bool) -> str | None:
         nonlocal num_characters
-        rendered = render(tokenizer, some, prompt)
+        rendered = render(tokenizer, part, prompt)
         num_characters += len(rendered)
         return rendered
 
@@ -200,7 +200,7 @@ def test_few_renderings_of_a_long_conversation() -> None:
 
 @pytest.mark.parametrize("answer", ["Yes.", "    return 1\n", "\nYes."])
 def test_a_header_that_takes_white_space(answer: str) -> None:
-    """Bug: a header's token with `rstrip` reaches into an answer that begins with white space, and was learned."""
+    """Bug: a header's token with `rstrip` is learned because it includes the answer's leading white space."""
     template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}" + (
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
@@ -219,7 +219,7 @@ def contents_of(template: str, messages: list[dict[str, Any]]) -> list[str | Non
 
 
 def test_contents_that_look_like_the_template() -> None:
-    """Catches a search: every content occurs earlier in the text."""
+    """Bug: contents are found by search, but each occurs earlier in the text."""
     template = "{% for m in messages %}<{{ m.role }}>\n{{ m.content | trim }}</>\n{% endfor %}"
     messages = [user("user>\n"), assistant("</>\n<user>\nuser>"), user(" > "), assistant("</>"), user("")]
     contents = contents_of(template, messages)
@@ -227,7 +227,7 @@ def test_contents_that_look_like_the_template() -> None:
 
 
 def test_quoted_contents() -> None:
-    """A span covers what became of the content inside the quotes, without white space that is escaped at its ends."""
+    """Bug: the span of an escaped content is lost, or includes escaped white space at its ends."""
     template = "{% for m in messages %}[{{ m.content | tojson }}]{% endfor %}"
     assert contents_of(template, [tool('a "b"\n'), tool("é")]) == ['a \\"b\\"', "é"]
 
@@ -238,7 +238,7 @@ def test_a_message_that_is_not_rendered() -> None:
 
 
 def test_a_content_that_the_template_compares() -> None:
-    """A mark would change the text elsewhere: the content is found without one."""
+    """Bug: a content is lost because a mark in its place changes the text elsewhere."""
     template = (
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.content[:1] != '=' %}{% set ns.n = ns.n + 1 %}"
         "{% endif %}{% endfor %}{% for m in messages %}<{{ m.role }} of {{ ns.n }}>{{ m.content }}</s>{% endfor %}"
@@ -249,7 +249,7 @@ def test_a_content_that_the_template_compares() -> None:
 def test_more_messages_than_marks() -> None:
     messages = [user("a")] * 50_000
     with pytest.raises(AlignmentError, match=r"50,000 messages is too long; split"):
-        locate_messages(lambda some, prompt: "", messages, "", TurnTokens.of((), ()))
+        locate_messages(lambda part, prompt: "", messages, "", TurnTokens.of((), ()))
 
 
 TRL = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
@@ -266,14 +266,15 @@ MARKS = re.compile(
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_templates(name: str) -> None:
-    """TRL's copies of public templates: by definition if the beginnings are there, and never what others say."""
+    """Bugs in TRL's copies of public templates: a user's or a tool's words are learned; a turn differs from its
+    definition (checked if the template writes the beginnings unchanged)."""
     template = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
     tokens = tuple(set(MARKS.findall(template)))
     eos = [end for end in ENDS if end in tokens]
     tokenizer = tokenizer_of(template, eos[-1] if eos else "<|endoftext|>", tokens)
     tokenizer.bos_token = "<|begin_of_text|>"
     weather = {**call("weather", {"city": "Bern"}), "id": "call00001"}
-    now = {**call("time", {}), "id": "call00001"}  # nothing in it takes a mark
+    now = {**call("time", {}), "id": "call00001"}  # no value for a mark
     answer = {**tool("sunny"), "name": "weather", "tool_call_id": "call00001"}
     called = [TOOL[0], assistant("", tool_calls=[weather]), answer, assistant("It is said."), *PLAIN]
     bare = [TOOL[0], assistant(None, tool_calls=[now]), {**answer, "name": "time"}, assistant("It is said.")]
@@ -286,13 +287,13 @@ def test_public_templates(name: str) -> None:
             refused += 1
             continue
         for k, turn in rendered.turns.items():
-            written = "".join(rendered.text[slice(*span)] for span in turn.spans)
-            assert not any(word in written for word in ("sunny", "One?", "Two?", "Weather?"))
-            before = renderer.template.render(messages[:k], add_generation_prompt=True)
-            after = renderer.template.render(messages[: k + 1])
-            if rendered.text.startswith(before) and rendered.text.startswith(after):
-                assert "time" not in after[len(before) :] or "time" in written
-                assert turn.spans[0].start == len(before)
-                closing = rendered.text[turn.spans[-1].stop : len(after)]
+            learned = "".join(rendered.text[slice(*span)] for span in turn.spans)
+            assert not any(word in learned for word in ("sunny", "One?", "Two?", "Weather?"))
+            prompt = renderer.template.render(messages[:k], add_generation_prompt=True)
+            with_answer = renderer.template.render(messages[: k + 1])
+            if rendered.text.startswith(prompt) and rendered.text.startswith(with_answer):
+                assert "time" not in with_answer[len(prompt) :] or "time" in learned
+                assert turn.spans[0].start == len(prompt)
+                closing = rendered.text[turn.spans[-1].stop : len(with_answer)]
                 assert not closing.strip() or closing.strip() == tokenizer.eos_token  # Phi-3 writes EOS after all
     assert refused <= 2

@@ -1,4 +1,4 @@
-"""R of methods.md (2.1) made token by token in plain Python, of byte-level tokenizers."""
+"""R of methods.md (2.1), built token by token in plain Python for byte-level tokenizers."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def contents(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
-    """Return the bytes of all ids that are no special tokens."""
+    """Return the bytes of all ids except special tokens."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {
         i: bytes(_BYTE_OF[character] for character in token)
@@ -22,9 +22,9 @@ def contents(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
 
 
 def spelled(tokenizer: PreTrainedTokenizerFast, text: bytes) -> list[int]:
-    backend, own = tokenizer.backend_tokenizer, contents(tokenizer)
+    backend, token_bytes = tokenizer.backend_tokenizer, contents(tokenizer)
     ids = backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
-    if b"".join(own.get(i, b"") for i in ids) == text:
+    if b"".join(token_bytes.get(i, b"") for i in ids) == text:
         return ids
     return [token.id for token in backend.model.tokenize("".join(bytes_to_unicode()[byte] for byte in text))]
 
