@@ -77,13 +77,14 @@ def test_draws_have_the_moments_of_the_tokens_rows() -> None:
     rows = build_row_map(NEW, OLD, OLD_ROWS)
     old = matrix(torch.float32) * torch.arange(1, 25) + torch.arange(24) * 10
     old[len(OLD) :] = 1e4
-    new, count = drawn(old, rows, 20_000, seed=3), 20_000
+    count = 20_000
+    new = drawn(old, rows, count, seed=3)
     tokens = old[: len(OLD)].double()
     # Five standard errors.
     assert ((new.double().mean(0) - tokens.mean(0)).abs() < 5 * tokens.std(0) / count**0.5).all()
     assert ((new.double().std(0) / tokens.std(0, correction=0) - 1).abs() < 5 / (2 * count) ** 0.5).all()
-    assert torch.equal(new, drawn(old, rows, 20_000, seed=3))
-    assert not torch.equal(new, drawn(old, rows, 20_000, seed=4))
+    assert torch.equal(new, drawn(old, rows, count, seed=3))
+    assert not torch.equal(new, drawn(old, rows, count, seed=4))
 
 
 def test_an_empty_map() -> None:

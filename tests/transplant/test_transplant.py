@@ -73,7 +73,7 @@ def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES, *MULTIMODAL])
 def test_what_reads_and_predicts_shared_tokens_is_the_old_model(family: str, new: Path, tmp_path: Path) -> None:
-    """Bugs: a head, a bias, a scale or one of two tied matrices is not mapped; another weight changes or loses its name.
+    """Bugs: a head, bias, scale or one of two tied matrices is not mapped; another weight changes or loses its name.
 
     Texts of tokens that both vocabularies have are read alike, so the logits of such tokens do not change.
     """
