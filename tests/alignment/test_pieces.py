@@ -30,10 +30,6 @@ from tests.tokenizers_fixture import (
 )
 
 
-def as_it_is(text: str) -> str:
-    return text
-
-
 def meta_space_first(text: str) -> str:
     """Metaspace adds a space if the text does not begin with one; SentencePiece's own `▁` is a space too."""
     text = text.replace("▁", " ")
@@ -43,7 +39,7 @@ def meta_space_first(text: str) -> str:
 @dataclass(frozen=True)
 class Family:
     make: Callable[[], PreTrainedTokenizerBase]
-    split: Callable[[str], str] = as_it_is
+    split: Callable[[str], str] = str
     """The pre-tokenizer's change of a normalised text, written without tokenizers."""
 
 

@@ -76,17 +76,14 @@ def save_other(folder: Path, tiny: Tiny, dtype: torch.dtype, *, tied: bool, seed
     return folder
 
 
-def progress_of(plan: Plan, step: int) -> Progress:
-    return Progress(step=step, loader={}, settings=identity(plan.config))
-
-
 def trained(folder: Path, plans: Mapping[str, Plan], more: Sequence[Training], num_ranks: int) -> list[Trained]:
     """Train every plan in one world, each with a checkpoint in its run directory, then `more`."""
     with ExitStack() as stack:
         jobs = []
         for name, plan in plans.items():
             manager = CheckpointManager(folder / name / "checkpoints", keep_last=1)
-            target = stack.enter_context(manager.writing(progress_of(plan, STEPS)))
+            progress = Progress(step=STEPS, loader={}, settings=identity(plan.config))
+            target = stack.enter_context(manager.writing(progress))
             (folder / name / "config.yaml").write_text(to_yaml(plan.config))
             jobs.append(Training(plan, first_batches(plan, STEPS), save_to=target))
         return in_world(num_ranks, train, [*jobs, *more], folder / f"world_{num_ranks}")

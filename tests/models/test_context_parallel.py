@@ -82,7 +82,7 @@ def gathered_attention(ring: RingAttention, length: int, device: torch.device) -
 
 
 def loss_and_gradient(source: HiddenStateModel, embedding: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of packed sequences, and this rank's share of the gradient of the tied embedding."""
+    """Return the cross-entropy of packed sequences and this rank's share of the tied embedding's gradient."""
     ids = torch.randint(4, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(3))
     packing = packing_of(*LENGTHS)
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)

@@ -141,7 +141,7 @@ def errors_on_rank(folders: dict[str, Path]) -> dict[str, dict[str, float]]:
             options = {"dtype": torch.float32, "fused_layers": is_fused, "activation_checkpointing": again}
             mesh, model = cut(folder, layout, **options)  # type: ignore[arg-type]
             launched: list[str] = []
-            # One microbatch a rank: the interpreter is slow.
+            # One microbatch for each rank: the interpreter is slow.
             with layers.noted(launched), patch.object(one_update, "IDS", one_update.IDS[:6]):
                 results.append(train(model, mesh, layout)[0])
             assert set(launched) == (ALL_PARTS if is_fused else set()), (family, set(launched))

@@ -75,13 +75,9 @@ def test_the_logits_are_the_models_own(kind: str) -> None:
     gradients = torch.autograd.grad((logits * weight).sum(), parameters)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_the_soft_cap_and_the_scales_matter_in_the_test() -> None:
-    for kind in ("gemma2 with a soft-cap", "cohere with a scale", "granite with a divisor"):
-        output = HiddenStateModel(model_of(CONFIGS[kind]), key="student.model")(IDS, ALL)
-        plain = nn.functional.linear(output.hidden, output.head.weight).flatten(0, 1)
-        assert (output.read(torch.arange(10), 40) - plain).abs().max() > 0.1
+    if kind.endswith(("soft-cap", "scale", "divisor")):  # it matters for these inputs
+        linear = nn.functional.linear(output.hidden, output.head.weight)
+        assert (linear.view(expected.shape) - expected).abs().max() > 0.1
 
 
 def test_the_model_is_as_it_was() -> None:

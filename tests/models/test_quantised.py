@@ -139,17 +139,13 @@ def test_what_is_cut_is_dequantised(save: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(actual.to_local(), expected.to_local(), rtol=2**-8, atol=0)
 
 
-def save_bitsandbytes(folder: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="it is not installed (the extra quantised)")
-    save_plain(LlamaConfig(**WIDE), folder / "plain")
-    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=four_bits, device_map="cpu")
-    model.save_pretrained(folder / "quantised")
-
-
 def test_one_rank_keeps_what_is_quantised(one_rank: None, tmp_path: Path) -> None:
     """Bug: FSDP2 gathers packed codes in the compute precision, as if they were weights."""
-    save_bitsandbytes(tmp_path)
+    pytest.importorskip("bitsandbytes", reason="it is not installed (the extra quantised)")
+    save_plain(LlamaConfig(**WIDE), tmp_path / "plain")
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=four_bits, device_map="cpu")
+    stored.save_pretrained(tmp_path / "quantised")
     model = loaded(tmp_path / "quantised")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32, device_map="cpu")
     assert torch.uint8 in {parameter.dtype for parameter in model.parameters()}

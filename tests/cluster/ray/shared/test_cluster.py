@@ -65,7 +65,7 @@ def test_no_result_within_the_limit_is_a_cluster_error(group: RayGroup, tmp_path
 def test_what_a_worker_does_is_seen_while_it_is_waited_for(
     group: RayGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "_under_way", [])  # an error that another test keeps holds its loops
+    monkeypatch.setattr(progress, "_under_way", [])  # an error that another test keeps may hold work
     file = tmp_path / "may end"
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(group.call, "wait_for", [(file,)] * 2)
