@@ -414,9 +414,9 @@ def test_weights_that_do_not_fit(world: World, tiny: Tiny, tmp_path: Path, capsy
             untied,
             "lm_head.weight and model.embed_tokens.weight differ, but they are one tied weight in student.model",
         ),
-        (plain, tmp_path / "absent", "there is no such folder"),
+        (plain, tmp_path / "absent", "no such folder"),
         (adapter, world.weights, "no adapter can be read there"),
-        (plain, tmp_path, "the folder has no config.json"),
+        (plain, tmp_path, "config.json"),
     ):
         config = f"--config={checkpoint.run / 'config.yaml'}"
         output = tmp_path / "run" / "checkpoints" / "step_000000"

@@ -31,7 +31,7 @@ def test_weights_are_loaded_in_the_precision_asked_for(tiny: Tiny, dtype: torch.
 def test_truncated_weights(copy: Path) -> None:
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ModelError, match=rf"^student.model={copy}: model.safetensors is missing or damaged \("):
+    with pytest.raises(ModelError, match=rf"^student.model={copy}: model.safetensors "):
         load_model(str(copy), torch.float32, key="student.model")
 
 

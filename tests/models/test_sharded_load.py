@@ -120,7 +120,7 @@ def test_missing_weights_and_weights_of_another_shape(one_rank: None, tmp_path: 
     with pytest.raises(ModelError, match=rf"^student.model={folder}: the weights could not be loaded \(.*\[9\]"):
         loaded(folder)
     change(folder, "model.layers.1.self_attn.q_norm.weight", None)
-    with pytest.raises(ModelError, match=r"1 weights are missing \(model\.layers\.1\.self_attn\.q_norm\.weight\)"):
+    with pytest.raises(ModelError, match=r"missing \(model\.layers\.1\.self_attn\.q_norm\.weight\)"):
         loaded(folder)
 
 
@@ -131,7 +131,7 @@ def test_an_expert_is_missing_or_of_another_shape(one_rank: None, tmp_path: Path
     with pytest.raises(ModelError, match=rf"could not be loaded \({name} is \[24, 17\], the model has \[4, 48, 16\]"):
         loaded(folder)
     change(folder, name, None)
-    with pytest.raises(ModelError, match=r"1 weights are missing \(model\.layers\.1\.mlp\.experts\.gate_up_proj\)"):
+    with pytest.raises(ModelError, match=r"missing \(model\.layers\.1\.mlp\.experts\.gate_up_proj\)"):
         loaded(folder)
 
 
