@@ -39,18 +39,21 @@ ALL: dict[str, int] = {"COMPARISON_KIND": JSD, "MAPPED_KIND": JSD, "IS_FIRST": F
 """Constants of a kernel other than True, unless a variant changes them."""
 DEFAULT = {"COMPARISON_KIND": FORWARD_KL, "MAPPED_KIND": FORWARD_KL, "IS_FIRST": True}
 VARIANTS = {
-    "row_sums, weighted": ("rows._row_sums", {}),
-    "row_sums": ("rows._row_sums", {"HAS_WEIGHTS": False, "HAS_NEEDED": False}),
+    "row_sums, weighted": ("row_losses._row_sums", {}),
+    "row_sums": ("row_losses._row_sums", {"HAS_WEIGHTS": False, "HAS_NEEDED": False}),
     "log_ratios, short": ("arithmetic._lists", dict(zip(("LISTS", "ENTRIES"), launch.SHORT_TILE, strict=True))),
     "log_ratios, long": ("arithmetic._lists", dict(zip(("LISTS", "ENTRIES"), launch.LONG_TILE, strict=True))),
-    "forward KL": ("rows.rows_kernel", DEFAULT),
-    "JSD, value": ("rows.rows_kernel", {"HAS_GRADIENT": False, "HAS_SURPRISE": False}),
-    "JSD, gradient": ("rows.rows_kernel", {}),
+    "forward KL": ("row_losses.rows_kernel", DEFAULT),
+    "JSD, value": ("row_losses.rows_kernel", {"HAS_GRADIENT": False, "HAS_SURPRISE": False}),
+    "JSD, gradient": ("row_losses.rows_kernel", {}),
     "TVD of pairs": (
-        "rows.rows_kernel",
+        "row_losses.rows_kernel",
         {"MAPPED_KIND": TVD, "HAS_SURPRISE": False, "HAS_COMPARISON": False, "HAS_CELLS": False},
     ),
-    "cross-entropy": ("rows.rows_kernel", DEFAULT | {"HAS_COMPARISON": False, "HAS_MAPPED": False, "HAS_CELLS": False}),
+    "cross-entropy": (
+        "row_losses.rows_kernel",
+        DEFAULT | {"HAS_COMPARISON": False, "HAS_MAPPED": False, "HAS_CELLS": False},
+    ),
 }
 
 
@@ -88,7 +91,7 @@ def test_a_kernel_is_compiled_for_a_gpu(variant: str, capability: int, logits: s
     name, constants = VARIANTS[variant]
     _compile(
         name,
-        {"BLOCK": launch.ROWS_BLOCK if name == "rows.rows_kernel" else launch.BLOCK} | ALL | constants,
+        {"BLOCK": launch.ROWS_BLOCK if name == "row_losses.rows_kernel" else launch.BLOCK} | ALL | constants,
         lambda key: _type_of(key, name.split(".")[1], logits),
         capability,
     )
@@ -101,7 +104,11 @@ def test_aligned_rows_of_an_odd_number_of_columns_are_read_several_numbers_at_a_
     assert (launch.readable(101, rows), launch.readable(101, rows.contiguous())) == (112, 101)
     multiples = ("rows", "stride", "end")
     ptx = _compile(
-        "rows._row_sums", {"BLOCK": launch.BLOCK}, lambda key: _type_of(key, "_row_sums", "*fp32"), H100, multiples
+        "row_losses._row_sums",
+        {"BLOCK": launch.BLOCK},
+        lambda key: _type_of(key, "_row_sums", "*fp32"),
+        H100,
+        multiples,
     )
     assert "ld.global.v4" in ptx
 
