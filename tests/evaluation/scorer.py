@@ -18,11 +18,11 @@ def model_scorer(model: PreTrainedModel, device: str) -> Scorer:
 
     @torch.no_grad()
     def scorer(rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        found = [(0.0, False)] * len(rows)
-        for numbers, (own,) in batches(rows, 1, 16_384):
-            scores = read(source, token_rows(own), [slice(0, len(own))], device)
-            for i, answer in zip(numbers, answers(scores), strict=True):
-                found[i] = answer
-        return found
+        likelihoods = [(0.0, False)] * len(rows)
+        for indices, (sequences,) in batches(rows, 1, 16_384):
+            scores = read(source, token_rows(sequences), [slice(0, len(sequences))], device)
+            for i, answer in zip(indices, answers(scores), strict=True):
+                likelihoods[i] = answer
+        return likelihoods
 
     return scorer

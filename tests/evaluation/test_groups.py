@@ -1,4 +1,4 @@
-"""Validation by domain, class of token and kind of chunk is what texts and offsets say, however a batch is cut."""
+"""Validation by domain, token class and chunk kind against an oracle over texts and offsets, for several batch cuts."""
 
 import math
 from collections import defaultdict
@@ -51,39 +51,39 @@ def measured(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Measu
 
 
 def whole_characters(text: str, tokens: list[tuple[int, int, float | None]]) -> bytes:
-    """The characters that lie in one of the tokens; where none does, a byte of them."""
+    """Return the characters that lie inside one token each, or the tokens' first byte if there are none."""
     ends = list(accumulate((len(character.encode()) for character in text), initial=0))
-    found = [
+    characters = [
         text[i] for i, (start, end) in enumerate(pairwise(ends)) if any(a <= start and end <= b for a, b, _ in tokens)
     ]
-    return "".join(found).encode() or text.encode()[tokens[0][0] : tokens[0][0] + 1]
+    return "".join(characters).encode() or text.encode()[tokens[0][0] : tokens[0][0] + 1]
 
 
 @pytest.mark.world
 def test_figures_are_those_of_stretches_between_offsets(tiny: Tiny, measured: list[Measured]) -> None:
-    """Token by token in Python floats, by the text between two offsets at which all models cut. Bugs: a domain of
-    another row after dealing to ranks, the class of a model's own token in place of that of the common stretch, bytes
-    that a model does not predict, nats for bits."""
-    found, (cross, same) = measured[0], measured[0].names
+    """Compare with sums in Python floats over stretches of text between two cuts that all models share. Bugs: another
+    row's domain after dealing to ranks, a token's class for its stretch's, bytes that a model does not predict, nats
+    for bits."""
+    result, (cross, same) = measured[0], measured[0].names
     folders = {"student": tiny.student, cross: tiny.teacher_cross, same: tiny.teacher_same}
     read = {name: Read(folder, 1000) for name, folder in folders.items()}
     bits: dict[tuple[str, str], float] = defaultdict(float)
     num_bytes: dict[str, int] = defaultdict(int)
     for text, domain in TEXTS:
         tokens = {name: model(text) for name, model in read.items()}
-        common = sorted(set.intersection(*({0, *(end for _, end, _ in own)} for own in tokens.values())))
+        common = sorted(set.intersection(*({0, *(end for _, end, _ in spans)} for spans in tokens.values())))
         for start, stop in pairwise(common):
-            inside = {name: [each for each in own if start < each[1] <= stop] for name, own in tokens.items()}
-            if any(surprise is None for own in inside.values() for _, _, surprise in own):
+            inside = {name: [token for token in spans if start < token[1] <= stop] for name, spans in tokens.items()}
+            if any(surprise is None for spans in inside.values() for _, _, surprise in spans):
                 continue
             text_class = CLASSES[class_of(whole_characters(text, inside["student"]))]
             for group in (f"domain/{domain}", f"class/{text_class}"):
                 num_bytes[group] += stop - start
-                for name, own in inside.items():
-                    bits[name, group] += math.fsum(surprise for _, _, surprise in own if surprise is not None)
+                for name, spans in inside.items():
+                    bits[name, group] += math.fsum(surprise for _, _, surprise in spans if surprise is not None)
     for group, number in num_bytes.items():
         for name in folders:
-            source, key = (found.student, group) if name == "student" else (found.teachers, group)
+            source, key = (result.student, group) if name == "student" else (result.teachers, group)
             metric = source[f"{key}/shared_bits_per_byte" + ("" if name == "student" else f"/{name}")]
             assert isinstance(metric, Mean)
             assert metric.count == number, (name, group)
@@ -92,8 +92,8 @@ def test_figures_are_those_of_stretches_between_offsets(tiny: Tiny, measured: li
 
 
 @pytest.mark.world
-def test_the_students_figures_are_those_of_its_own_tokens(tiny: Tiny, measured: list[Measured]) -> None:
-    """Bugs: the class of a stretch between the teachers' cuts, bytes that only count if a teacher predicts them."""
+def test_the_students_figures_use_its_own_tokens(tiny: Tiny, measured: list[Measured]) -> None:
+    """Bugs: classes of stretches that end at the teachers' cuts; bytes that only count if a teacher predicts them."""
     read = Read(tiny.student, 1000)
     bits, num_bytes = defaultdict[str, float](float), defaultdict[str, int](int)
     for text, domain in TEXTS:
@@ -113,35 +113,39 @@ def test_the_students_figures_are_those_of_its_own_tokens(tiny: Tiny, measured: 
 
 @pytest.mark.world
 def test_groups_add_up_to_the_whole(measured: list[Measured]) -> None:
-    """Bugs: a token or a unit in no group or in two, KD of a unit at another token than its first."""
-    found, (cross, same) = measured[0], measured[0].names
+    """Bugs: a token or a unit in no group or in two; KD of a unit at a token that is not its first."""
+    result, (cross, same) = measured[0], measured[0].names
 
     def total(pattern: str, measure: str) -> tuple[float, float]:
-        own = [
+        metrics = [
             metric
-            for name, metric in found.student.items()
+            for name, metric in result.student.items()
             if name.startswith(pattern) and name.endswith(measure) and isinstance(metric, Mean)
         ]
-        return math.fsum(float(metric.total) for metric in own), math.fsum(float(metric.count) for metric in own)
+        return math.fsum(float(metric.total) for metric in metrics), math.fsum(
+            float(metric.count) for metric in metrics
+        )
 
-    whole = {name: metric for name, metric in found.student.items() if isinstance(metric, Mean)}
+    overall = {name: metric for name, metric in result.student.items() if isinstance(metric, Mean)}
     kd = [f"kd/{name}" for name in (cross, same)]
     without_kd = {f"chunk/{cross}/": kd[1:], f"position/{cross}/": kd}
     for table in ("domain/", "class/", *without_kd):
         for measure in ("ce", "accuracy", "bits_per_byte", "shared_bits_per_byte", *kd):
             if measure in without_kd.get(table, []):
                 continue
-            expected = float(whole[measure].total), float(whole[measure].count)
+            expected = float(overall[measure].total), float(overall[measure].count)
             assert total(table, f"/{measure}") == pytest.approx(expected, rel=1e-5), (table, measure)
-    shares = [metric.value() for name, metric in whole.items() if name.startswith("class/") and name.endswith("/share")]
+    shares = [
+        metric.value() for name, metric in overall.items() if name.startswith("class/") and name.endswith("/share")
+    ]
     assert math.fsum(shares) == pytest.approx(1)
-    assert {f"chunk/{cross}/{kind}/ce" for kind in ("1:1", "1:n", "n:1")} <= set(whole)
-    assert {f"position/{cross}/{kind}/accuracy" for kind in ("start", "inside")} <= set(whole)
+    assert {f"chunk/{cross}/{kind}/ce" for kind in ("1:1", "1:n", "n:1")} <= set(overall)
+    assert {f"position/{cross}/{kind}/accuracy" for kind in ("start", "inside")} <= set(overall)
 
 
 @pytest.mark.world
 def test_microbatches_change_nothing(measured: list[Measured]) -> None:
-    """Layouts are compared with all other figures, in tests/workers. Bug: padding that counts."""
+    """Bug: padding that counts. tests/workers compares layouts."""
     for name, metric in measured[0].student.items():
         if name.startswith(("domain/", "class/", "chunk/", "position/")):
             assert measured[1].student[name].value() == pytest.approx(metric.value(), rel=1e-4), name
@@ -175,15 +179,15 @@ def test_a_part_of_a_character_has_a_class() -> None:
     assert CLASSES[class_of("東".encode()[:2])] == "part_of_character"
 
 
-def test_the_class_of_texts_together_is_the_lower_one() -> None:
-    """Stretches of several tokens rely on it."""
+def test_two_texts_together_have_the_lower_class() -> None:
+    """Stretches of several tokens rely on this."""
     texts = [b" ", b"1", b"ab", b"{", b"!", "東".encode(), "ж".encode(), b""]
     for first in texts:
         for second in texts:
             assert class_of(first + second) == min(class_of(first), class_of(second))
 
 
-def test_rare_domains_are_together() -> None:
+def test_rare_domains_share_a_group() -> None:
     domains = Domains.of([f"d{i % 30:02}" for i in range(60)] + ["d29", None])
     assert domains.names[0] == "d29"
     assert len(domains.names) == 21

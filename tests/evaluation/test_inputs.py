@@ -1,4 +1,4 @@
-"""What is checked of an evaluation's paths before PyTorch is imported."""
+"""Checks of an evaluation's settings before PyTorch is imported."""
 
 import json
 import subprocess
@@ -37,11 +37,11 @@ REFUSED = {
     "model=demo:student data.arrow_files=[]": "sets, data and benchmarks name nothing to ask; set one of them",
     "+reward.extract={type:regex,pattern:'(a'}": "reward.extract.pattern='(a': not a regular expression: ",
 }
-"""Overrides → the beginning of the last error."""
+"""Start of the last error line, keyed by overrides."""
 
 
 def refusals(cases: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return for each case the last line of the error, and what was imported until then, by one new process."""
+    """Run all cases in one new process: return each case's last error line and its heavy imports."""
     command = [sys.executable, "-c", SCRIPT, json.dumps([overrides.split() for overrides in cases])]
     ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     results = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
@@ -49,15 +49,15 @@ def refusals(cases: Sequence[str]) -> list[tuple[str, list[str]]]:
     return [(errors.splitlines()[-1], imported) for _, errors, imported in results]
 
 
-def test_what_is_wrong_is_refused_before_pytorch_is_imported() -> None:
-    """Bug: ten seconds later."""
-    for says, (last, imported) in zip(REFUSED.values(), refusals([*REFUSED]), strict=True):
-        assert last.startswith(f"error: {says}")
+def test_wrong_settings_are_refused_before_pytorch_is_imported() -> None:
+    """Bug: the error comes ten seconds later."""
+    for message, (last, imported) in zip(REFUSED.values(), refusals([*REFUSED]), strict=True):
+        assert last.startswith(f"error: {message}")
         assert imported == []
 
 
 def test_missing_data_and_code_of_tasks(tmp_path: Path) -> None:
-    """Bugs: found after PyTorch is imported; a downloaded folder of tasks ran its Python files during the check."""
+    """Bugs: an error only after PyTorch is imported; a downloaded task folder whose Python files run unconfirmed."""
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/gone.json}}}}\ntest_split: test\n"
     (tmp_path / "mine.yaml").write_text(f"task: mine\n{data}doc_to_text: text\ndoc_to_target: text\n")

@@ -1,4 +1,4 @@
-"""Questions of a set that are read from other columns than its own, or asked otherwise than it says."""
+"""Catches question sets that read the wrong columns or ignore their own settings."""
 
 import json
 from pathlib import Path
@@ -32,24 +32,24 @@ def questions(folder: Path, rows: list[dict[str, Any]], suffix: str = "jsonl", *
         pq.write_table(pa.Table.from_pylist(rows), file)
     data = {f"{suffix}_files": str(file), **settings.pop("data", {})}
     evaluation = Evaluation(sets={"own": {"data": data, **settings}})
-    (asked,) = resolved_sets(evaluation, Data(), NumericReward(), "evaluation.")
-    return read_questions(asked)
+    (question_set,) = resolved_sets(evaluation, Data(), NumericReward(), "evaluation.")
+    return read_questions(question_set)
 
 
-def test_what_a_set_leaves_open_is_as_evaluation_has_it() -> None:
-    """Bug: a set with defaults in place of what is written beside the sets, or settings that change when written."""
+def test_a_set_inherits_the_settings_of_evaluation() -> None:
+    """Bugs: a set with defaults in place of inherited settings; settings that change in a round trip."""
     data = {"jsonl_files": "x.jsonl"}
     evaluation = Evaluation(n=8, k=[1, 8], temperature=0.6, sets={"a": {"data": data}, "b": {"data": data, "n": 16}})
 
-    assert [(each.n, each.k, each.temperature) for each in evaluation.all_sets.values()] == [
+    assert [(settings.n, settings.k, settings.temperature) for settings in evaluation.all_sets.values()] == [
         (8, (1, 8), 0.6),
         (16, (1, 8), 0.6),
     ]
     assert Evaluation.model_validate(evaluation.model_dump(mode="json")) == evaluation
 
 
-def test_stop_texts_are_of_one_turn() -> None:
-    """Bug: a turn that was cut goes on in the next one with what is not in its message."""
+def test_stop_texts_need_a_single_turn() -> None:
+    """Bug: the next turn of a conversation follows a cut turn, whose message lacks the cut tokens."""
     chats = {"messages_key": "messages", "jsonl_files": "x"}
     settings = {"model": "demo:student", "reward": {"type": "numeric"}, "sets": {"a": {"data": chats, "stop": "\n"}}}
     assert EvaluationConfig.model_validate(settings).sets["a"].stop == ("\n",)
@@ -66,22 +66,24 @@ def test_an_empty_stop_text_is_refused(stop: str | list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "greedy", "x/y", ""])
-def test_a_name_that_metrics_cannot_have_is_refused(name: str) -> None:
+def test_a_set_name_that_cannot_be_in_a_metric_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="cannot name a set in metrics"):
         Evaluation(sets={name: {"data": {"jsonl_files": "x"}}})
 
 
 def test_a_prompt_is_written_around_the_question(tmp_path: Path) -> None:
-    asked = questions(tmp_path, ROWS, data={"text_key": "question"}, prompt="{prompt} (level {level}, {question}) {{}}")
-    assert [prompt.content for prompt in asked] == ["2 + 2? (level 1, 2 + 2?) {}", "3 * 3? (level 2, 3 * 3?) {}"]
-    assert [prompt.answer for prompt in asked] == ["4", "9"]
+    prompts = questions(
+        tmp_path, ROWS, data={"text_key": "question"}, prompt="{prompt} (level {level}, {question}) {{}}"
+    )
+    assert [prompt.content for prompt in prompts] == ["2 + 2? (level 1, 2 + 2?) {}", "3 * 3? (level 2, 3 * 3?) {}"]
+    assert [prompt.answer for prompt in prompts] == ["4", "9"]
 
 
 def test_a_conversation_has_the_sets_system_message(tmp_path: Path) -> None:
     reward = {"type": "exact"}
     settings = {"data": {"messages_key": "messages"}, "system_prompt": "Please {hint}.", "reward": reward}
-    (asked,) = questions(tmp_path, CHATS, **settings)
-    assert asked.content == [{"role": "system", "content": "Please be kind."}, {"role": "user", "content": "Hi"}]
+    (prompt,) = questions(tmp_path, CHATS, **settings)
+    assert prompt.content == [{"role": "system", "content": "Please be kind."}, {"role": "user", "content": "Hi"}]
 
 
 def test_texts_have_no_system_message(tmp_path: Path) -> None:
@@ -92,17 +94,20 @@ def test_texts_have_no_system_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_reward_of_the_user_gets_every_column(tmp_path: Path, suffix: str) -> None:
     reward = FunctionReward(function="a.b:c", answer_key="answer").model_dump()
-    asked = questions(tmp_path, ROWS, suffix, data={"text_key": "question"}, reward=reward)
-    assert [prompt.row for prompt in asked] == ROWS
+    prompts = questions(tmp_path, ROWS, suffix, data={"text_key": "question"}, reward=reward)
+    assert [prompt.row for prompt in prompts] == ROWS
 
 
-def test_levels_are_those_of_a_column(tmp_path: Path) -> None:
+def test_levels_come_from_a_column(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    own = {"data": {"jsonl_files": str(file), "text_key": "question"}}
-    evaluation = Evaluation(level_key="level", sets={"a": own, "b": {**own, "level_key": "data_source"}})
+    settings = {"data": {"jsonl_files": str(file), "text_key": "question"}}
+    evaluation = Evaluation(level_key="level", sets={"a": settings, "b": {**settings, "level_key": "data_source"}})
     sets = list(resolved_sets(evaluation, Data(), NumericReward(), "evaluation."))
-    assert [each.levels(read_questions(each)) for each in sets] == [("1", "2"), ("sums", "products")]
+    assert [question_set.levels(read_questions(question_set)) for question_set in sets] == [
+        ("1", "2"),
+        ("sums", "products"),
+    ]
     with pytest.raises(DataError, match=r"no column 'kind', which evaluation\.sets\.own\.level_key names"):
         questions(tmp_path, ROWS, data={"text_key": "question"}, level_key="kind")
 

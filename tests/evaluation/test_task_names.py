@@ -1,4 +1,4 @@
-"""Names of lm-eval's tasks that are not found in its files, so that a task which there is would be refused."""
+"""Catches existing lm-eval tasks that are refused because their names are not found in its files."""
 
 import pytest
 
@@ -8,15 +8,15 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 
 
 def test_groups_tags_lists_and_quoted_keys_are_found() -> None:
-    """Bug: only what is written as `task: NAME`."""
-    wanted = {"mmlu", "gsm8k", "humaneval_plus", "mbpp_plus", "ai2_arc", "AraDiCE_ArabicMMLU_high_stem_biology_egy"}
-    assert wanted <= task_names()
+    """Bug: only names written as `task: NAME` are found."""
+    expected = {"mmlu", "gsm8k", "humaneval_plus", "mbpp_plus", "ai2_arc", "AraDiCE_ArabicMMLU_high_stem_biology_egy"}
+    assert expected <= task_names()
 
 
 @pytest.mark.nightly
-def test_they_are_those_of_lm_eval() -> None:
+def test_names_match_lm_eval() -> None:
     from lm_eval.tasks import TaskManager
 
-    known = TaskManager().all_tasks
-    assert set(known) <= task_names()
-    assert len(task_names()) < 1.01 * len(known)
+    expected = TaskManager().all_tasks
+    assert set(expected) <= task_names()
+    assert len(task_names()) < 1.01 * len(expected)

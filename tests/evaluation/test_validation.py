@@ -1,4 +1,4 @@
-"""Validation pools over batches, and bits per byte is what a float oracle says, for either tokenizer."""
+"""Validation pools over batches, and bits per byte equals a float oracle's for each tokenizer."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.world
 
 
 class Counted:
-    """Models whose metrics are known: one bit per token of the student, two per token of the teacher."""
+    """Models with known metrics: one bit per student token, two bits per teacher token."""
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
         tokens = int(batch.student.lengths.sum())
@@ -52,13 +52,13 @@ def test_batches_of_different_sizes_are_pooled_not_averaged() -> None:
     }
 
 
-def test_nothing_to_validate_is_nothing() -> None:
+def test_no_batches_have_no_metrics() -> None:
     assert validate(Counted(), []) == {}
     assert validate_teachers(Counted(), []) == {}
 
 
 def oracle_of_student(folder: Path, texts: list[str], max_length: int) -> tuple[float, int]:
-    """Bits per byte of all tokens but the first of each text, and their bytes, in Python floats."""
+    """Return bits per byte of all tokens except each text's first, and their bytes, in Python floats."""
     read = Read(folder, max_length)
     scored = [token for text in texts for token in read(text) if token[2] is not None]
     num_bytes = sum(end - start for start, end, _ in scored)
@@ -67,16 +67,17 @@ def oracle_of_student(folder: Path, texts: list[str], max_length: int) -> tuple[
 
 
 def oracle_bits_per_byte(model_folders: Sequence[Path], texts: list[str], max_lengths: Sequence[int]) -> list[float]:
-    """Token by token in Python floats: −log2 of the probability of each token, over bytes, of the stretches between two
-    offsets at which all models cut the text, if each model keeps and predicts all of its tokens there.
+    """Return each model's −log2 probabilities over bytes, in Python floats.
+
+    Only stretches between two cuts that all models share count, and only if every model predicts all its tokens there.
     """
     bits, num_bytes = [0.0] * len(model_folders), 0
-    read = [Read(*each) for each in zip(model_folders, max_lengths, strict=True)]
+    read = [Read(*arguments) for arguments in zip(model_folders, max_lengths, strict=True)]
     for text in texts:
-        found = [model(text) for model in read]
-        common = sorted(set.intersection(*({0, *(end for _, end, _ in tokens)} for tokens in found)))
+        tokens_by_model = [model(text) for model in read]
+        common = sorted(set.intersection(*({0, *(end for _, end, _ in tokens)} for tokens in tokens_by_model)))
         for start, stop in pairwise(common):
-            inside = [[token for token in tokens if start < token[1] <= stop] for tokens in found]
+            inside = [[token for token in tokens if start < token[1] <= stop] for tokens in tokens_by_model]
             if any(surprise is None for tokens in inside for _, _, surprise in tokens):
                 continue
             num_bytes += stop - start
@@ -94,7 +95,7 @@ class Read:
         self.max_length = max_length
 
     def __call__(self, text: str) -> list[tuple[int, int, float | None]]:
-        """Start, end and bits of each token with text; no bits for the first, which nothing predicts."""
+        """Return each token's start, end and bits; the first token is not predicted and has no bits."""
         ids = list(self.tokenizer(text).input_ids)[: self.max_length]
         with torch.no_grad():
             logits = self.model(torch.tensor([ids])).logits[0].tolist()
@@ -144,8 +145,7 @@ def test_bits_per_byte_of_texts_that_are_cut(tiny: Tiny, tmp_path: Path) -> None
 
 
 def test_the_students_figures_do_not_depend_on_teachers(tiny: Tiny, tmp_path: Path) -> None:
-    """Bugs: bytes that only count if the teachers cut them alike, and classes of tokens by the teachers' cuts: the same
-    untrained student had other figures with a teacher than without."""
+    """Bugs: bytes that only count if the teachers share the cuts; token classes that depend on the teachers' cuts."""
     plans = [plan_of(tiny.overrides("train.max_length=1000", f"loss.kd_weight={weight}")) for weight in (0, 1)]
     assert [len(plan.config.active_teachers) for plan in plans] == [0, 2]
     (alone, _), (taught, _) = in_world(1, measured, plans, tmp_path)

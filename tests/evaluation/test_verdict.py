@@ -20,16 +20,16 @@ def arm(name: str, start: float, *end: float, step: int = 10, seed: int = 0) -> 
     return Arm(name, bits(0, *[start] * 4), bits(step, *end), {"run": {"seed": seed}})
 
 
-def closing(before: float, after: float, teacher: float) -> ClosingTable:
+def closing(start: float, after: float, teacher: float) -> ClosingTable:
     return ClosingTable(
-        before=ClosingRow("student before", before, "", before),
+        before=ClosingRow("student before", start, "", start),
         after=ClosingRow("student after", after, "10 steps", after),
         teachers=(ClosingRow("teacher large", None, "", teacher),),
     )
 
 
 def test_ratio_difference_weighs_texts_by_their_bytes() -> None:
-    """Catches a mean of the texts' own rates: one long text counts as much as a short one there."""
+    """Catches a mean of the texts' rates, in which a long text counts as much as a short one."""
     estimate = ratio_difference([100.0, 900.0], [200.0, 900.0], [100, 900], 0.95)
     assert estimate.value == pytest.approx(-0.1)
     assert estimate.low < estimate.value < estimate.high
@@ -69,7 +69,7 @@ def test_runs_validated_on_other_texts_are_not_compared() -> None:
         (Arm("baseline", TextBits(0, (2.0, 2.0), (1, 1)), TextBits(10, (1.0, 1.0), (1, 1)), SEED), "other texts"),
     ],
 )
-def test_unlike_runs_give_no_verdict(baseline: Arm | None, reason: str) -> None:
+def test_runs_that_differ_give_no_verdict(baseline: Arm | None, reason: str) -> None:
     """Catches a comparison of runs with other texts, steps or starts."""
     effect, sentence = teacher_effect(arm("this run", 2.0, 1.5, 1.5, 1.5, 1.5), baseline)
     assert effect == "cannot be told"
@@ -78,7 +78,7 @@ def test_unlike_runs_give_no_verdict(baseline: Arm | None, reason: str) -> None:
 
 
 def test_verdict_says_the_gap() -> None:
-    """Catches a share of the gap over unlike bytes, or from the wrong end."""
+    """Catches a share of the gap over different bytes, or from the wrong end."""
     verdict = judge(closing(2.0, 1.5, 1.0), [], SETUP, arm("this run", 2.0, 1.5, 1.5, 1.5, 1.5), None)
     assert "-25.0 %" in verdict.sentences[0]
     assert "over 4 texts" in verdict.sentences[0]
@@ -103,7 +103,7 @@ def test_doubtful_results_have_remarks() -> None:
 
 
 def test_a_rise_without_an_interval_is_not_worse() -> None:
-    """Catches a withheld model because of one text, or of a run whose start was not measured for each text."""
+    """Catches a model withheld because of a single mean, without figures per text."""
     verdict = judge(closing(2.0, 2.01, 1.0), [], SETUP, Arm("this run", None, None), None)
     assert not verdict.is_worse
 
@@ -112,19 +112,19 @@ def test_a_rise_without_an_interval_is_not_worse() -> None:
     ("after", "text"),
     [(2.5, "the gap has grown"), (2.0001, "the gap has not changed"), (0.9, "it passed the teacher")],
 )
-def test_a_gap_beyond_its_ends(after: float, text: str) -> None:
-    """Catches "-50.0 % of the gap is closed", and more than all of it."""
+def test_a_gap_that_grew_stayed_or_closed(after: float, text: str) -> None:
+    """Catches "-50.0 % of the gap is closed", and more than 100 %."""
     verdict = judge(closing(2.0, after, 1.0), [], SETUP, arm("this run", 2.0, *[after] * 4), None)
     assert text in verdict.sentences[1]
 
 
 def test_a_teacher_that_is_hardly_better_has_no_gap() -> None:
-    """Catches thousands of per cent of a gap that is rounding."""
+    """Catches thousands of per cent of a gap that is only rounding."""
     verdict = judge(closing(2.0, 1.5, 1.9999), [], SETUP, arm("this run", 2.0, 1.5, 1.5, 1.5, 1.5), None)
     assert not any("of the gap" in sentence for sentence in verdict.sentences)
 
 
 def test_a_rise_within_the_interval_is_not_worse() -> None:
-    """Catches a refused export because of chance: one of four texts got worse."""
+    """Catches an export refused by chance: one of four texts got worse."""
     verdict = judge(closing(2.0, 2.01, 1.0), [], SETUP, arm("this run", 2.0, 1.9, 2.2, 1.95, 2.0), None)
     assert not verdict.is_worse

@@ -5,12 +5,10 @@ import numpy as np
 from nemo_opd.data.row_types import Prompt, Rollout
 
 
-def rollout(
-    response: str, answer: str | None = None, *, index: int = 7, sample: int = 2, paid: float | None = None
-) -> Rollout:
+def rollout(response: str, answer: str | None = None, *, env_reward: float | None = None) -> Rollout:
     return Rollout(
-        prompt=Prompt(index, "Q:", answer=answer),
-        sample=sample,
+        prompt=Prompt(7, "Q:", answer=answer),
+        sample=2,
         ids=np.array([5, 6, 7], dtype=np.int32),
         loss_mask=np.array([False, True, True]),
         logprobs=np.zeros(3, dtype=np.float32),
@@ -20,5 +18,5 @@ def rollout(
         messages=(),
         finish_reason="stop",
         version=0,
-        env_reward=paid,
+        env_reward=env_reward,
     )

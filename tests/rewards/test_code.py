@@ -37,11 +37,11 @@ def answered(response: str, content: Any, tests: str = TESTS) -> Rollout:
         ("no code", None),
     ],
 )
-def test_the_last_block_of_python_is_the_program(text: str, block: str | None) -> None:
+def test_the_program_is_the_last_block_of_python(text: str, block: str | None) -> None:
     assert last_block(text) == block
 
 
-def test_a_text_is_continued_unless_the_block_is_whole() -> None:
+def test_a_text_is_continued_unless_the_block_is_complete() -> None:
     assert program_of(answered("    return x\n", PROMPT), "half") == PROMPT + "    return x\n"
     assert program_of(answered("```python\ndef half(x): return x\n```", PROMPT), "half") == "def half(x): return x"
     assert program_of(answered("```python\n    return x\n```", PROMPT), "half") == f"{PROMPT}\n    return x"
@@ -50,18 +50,18 @@ def test_a_text_is_continued_unless_the_block_is_whole() -> None:
 @pytest.mark.world
 def test_rewards_of_a_batch() -> None:
     """Texts and conversations, right and wrong, with the function that the question defines last."""
-    asked = [{"role": "user", "content": f"Complete it:\n```python\n{PROMPT}```"}]
+    messages = [{"role": "user", "content": f"Complete it:\n```python\n{PROMPT}```"}]
     right = "```python\ndef half(x):\n    return x // 2\n```"
     with build_reward(SETTINGS) as reward:
-        given = [
+        rollouts = [
             answered("    return helper(x / 2)\n\nprint(hal", PROMPT),
             answered("    return x / 2\n", PROMPT),
-            answered(right, asked),
-            answered(right.replace("//", "/"), asked),
-            answered("def half(x): return 3", asked),
+            answered(right, messages),
+            answered(right.replace("//", "/"), messages),
+            answered("def half(x): return 3", messages),
         ]
-        assert reward.of_batch(given) == [1, 0, 1, 0, 1]
-        assert reward(given[0]) == 1
+        assert reward.of_batch(rollouts) == [1, 0, 1, 0, 1]
+        assert reward(rollouts[0]) == 1
         with pytest.raises(RolloutError, match="prompt 7, sample 2: the tests define check"):
             reward(answered(right, "Halve numbers."))
     check_answer(SETTINGS, TESTS)
@@ -82,44 +82,44 @@ MBPP = {
 }
 
 
-def asked(folder: Path, row: dict[str, Any], reward: dict[str, Any]) -> tuple[RewardFunction, Prompt]:
-    """The reward and the question of a set with this row."""
+def reward_and_prompt(folder: Path, row: dict[str, Any], reward: dict[str, Any]) -> tuple[RewardFunction, Prompt]:
+    """Return the reward and the question of a set with this row."""
     file = folder / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n", encoding="utf-8")
     settings = {
         "data": {"jsonl_files": str(file), "text_key": "prompt"},
         "reward": {"type": "code", **SANDBOX, **reward},
     }
-    (found,) = resolved_sets(Evaluation(sets={"programs": settings}), Data(), None, "evaluation.")
-    (prompt,) = read_questions(found)
-    return build_set_reward(found), prompt
+    (question_set,) = resolved_sets(Evaluation(sets={"programs": settings}), Data(), None, "evaluation.")
+    (prompt,) = read_questions(question_set)
+    return build_set_reward(question_set), prompt
 
 
 @pytest.mark.world
 def test_rows_of_human_eval(tmp_path: Path) -> None:
-    """Bug: the function that is checked is the last of the question, whatever the row says."""
+    """Bug: the tests check the question's last function instead of the row's entry point."""
     row = {**HUMAN_EVAL, "prompt": HUMAN_EVAL["prompt"] + "\n\ndef helper(y: int) -> int:\n"}
     body = "    return y // 2\n\n\ndef half(x: int) -> int:\n    return helper(x)\n"
-    reward, prompt = asked(tmp_path, row, {"entry_point_key": "entry_point"})
+    reward, prompt = reward_and_prompt(tmp_path, row, {"entry_point_key": "entry_point"})
     with reward:
-        given = [replace(rollout(text), prompt=prompt) for text in (body, body.replace("//", "/"))]
-        assert reward.of_batch(given) == [1, 0]
-    reward, prompt = asked(tmp_path, HUMAN_EVAL, {})
+        rollouts = [replace(rollout(text), prompt=prompt) for text in (body, body.replace("//", "/"))]
+        assert reward.of_batch(rollouts) == [1, 0]
+    reward, prompt = reward_and_prompt(tmp_path, HUMAN_EVAL, {})
     with reward:
         assert reward.of_batch([replace(rollout(HUMAN_EVAL["canonical_solution"]), prompt=prompt)]) == [1]
 
 
 @pytest.mark.world
 def test_rows_of_mbpp(tmp_path: Path) -> None:
-    """A list of assertions that name the program's function, as a column of lists."""
+    """The tests are a column of lists of assertions, which call the program's function by name."""
     body = "    first, last = s.find(ch), s.rfind(ch)\n    return s[:first] + s[first + 1 : last] + s[last + 1 :]\n"
     right = f"```python\ndef remove_Occ(s, ch):\n{body}```"
-    reward, prompt = asked(tmp_path, MBPP, {"answer_key": "test_list"})
+    reward, prompt = reward_and_prompt(tmp_path, MBPP, {"answer_key": "test_list"})
     with reward:
-        given = [replace(rollout(text), prompt=prompt) for text in (right, right.replace("rfind", "find"), right)]
-        assert reward.of_batch(given) == [1, 0, 1]
+        rollouts = [replace(rollout(text), prompt=prompt) for text in (right, right.replace("rfind", "find"), right)]
+        assert reward.of_batch(rollouts) == [1, 0, 1]
 
 
-def test_a_column_of_entry_points_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_column_of_entry_points_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column 'name', which evaluation\.sets\.programs\.reward\.entry_point_key"):
-        asked(tmp_path, HUMAN_EVAL, {"entry_point_key": "name"})
+        reward_and_prompt(tmp_path, HUMAN_EVAL, {"entry_point_key": "name"})

@@ -1,4 +1,4 @@
-"""Answers that are taken from the wrong place of a response, and rewards that are made of others."""
+"""Catches answers from the wrong place of a response, and rewards that combine other rewards wrongly."""
 
 import json
 from dataclasses import replace
@@ -23,13 +23,13 @@ def extracted(text: str, **settings: Any) -> str | None:
     return build_extractor(TypeAdapter(Extraction).validate_python(settings))(text)
 
 
-def reward_of(given: Rollout, **settings: Any) -> float:
+def reward_of(response: Rollout, **settings: Any) -> float:
     with build_reward(TypeAdapter(Reward).validate_python(settings)) as reward:
-        return reward(given)
+        return reward(response)
 
 
 @pytest.mark.parametrize(
-    ("settings", "text", "found"),
+    ("settings", "text", "answer"),
     [
         ({"type": "last_turn"}, " 7 \n", "7"),
         ({"type": "boxed"}, r"\boxed{1}, so \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
@@ -70,8 +70,8 @@ def reward_of(given: Rollout, **settings: Any) -> float:
         ({"type": "json", "key": "answer"}, "[1, 2]", None),
     ],
 )
-def test_the_answer_of_a_response(settings: dict[str, Any], text: str, found: str | None) -> None:
-    assert extracted(text, **settings) == found
+def test_the_answer_of_a_response(settings: dict[str, Any], text: str, answer: str | None) -> None:
+    assert extracted(text, **settings) == answer
 
 
 def test_json_has_to_match_its_schema(tmp_path: Path) -> None:
@@ -84,17 +84,17 @@ def test_json_has_to_match_its_schema(tmp_path: Path) -> None:
 
 
 def test_a_schema_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a reference to another machine was asked for, at the first answer."""
-    asked = []
-    monkeypatch.setattr("urllib.request.urlopen", lambda *arguments, **_: asked.append(arguments))
+    """Bug: the first answer opened a connection to the machine that the schema refers to."""
+    requests = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda *arguments, **_: requests.append(arguments))
     (tmp_path / "schema.json").write_text('{"$ref": "http://127.0.0.1:9/schema.json"}')
     with pytest.raises(RolloutError, match=r"127.0.0.1:9/schema.json cannot be found"):
         extracted("{}", type="json", schema_file=str(tmp_path / "schema.json"))
-    assert not asked
+    assert not requests
 
 
 def test_a_pattern_of_a_schema_has_a_limit(tmp_path: Path) -> None:
-    """Bug: one answer of a model kept a run busy for years."""
+    """Bug: a single answer keeps a run busy for years."""
     (tmp_path / "schema.json").write_text('{"items": {"pattern": "^(a+)+$"}}')
     settings = {"type": "json", "schema_file": str(tmp_path / "schema.json"), "timeout_s": 0.2}
     assert extracted(json.dumps(["a" * 40 + "!"]), **settings) is None
@@ -108,7 +108,7 @@ def test_a_schema_that_refers_to_itself_is_an_error_of_the_reward(tmp_path: Path
 
 
 def test_a_schema_that_refers_to_nothing_is_an_error_of_the_reward(tmp_path: Path) -> None:
-    """Bug: an error of the library, which ends a run with a stack of calls."""
+    """Bug: an error of the library ends the run with a traceback."""
     (tmp_path / "schema.json").write_text('{"$ref": "#/$defs/none"}')
     with pytest.raises(RolloutError, match=r"schema_file: .*/\$defs/none cannot be found"):
         extracted("{}", type="json", schema_file=str(tmp_path / "schema.json"))
@@ -128,26 +128,26 @@ def test_a_pattern_that_cannot_be_read_is_refused() -> None:
         extracted("", type="regex", pattern="(")
 
 
-def test_rewards_read_what_is_extracted() -> None:
-    """Bug: the last number of the text, whatever is in the box."""
-    said = rollout(r"\boxed{7}, in 3 steps. Answer: 9", "7")
+def test_rewards_read_the_extracted_answer() -> None:
+    """Bug: the last number of the text is compared instead of the box."""
+    response = rollout(r"\boxed{7}, in 3 steps. Answer: 9", "7")
 
-    assert reward_of(said, **NUMERIC_IN_A_BOX) == 1
-    assert reward_of(said, type="numeric") == 0
-    assert reward_of(said, type="exact", extract={"type": "boxed"}) == 1
-    assert reward_of(said, type="math", extract={"type": "answer_line"}) == 0
-    assert reward_of(said, **FORM) == 1
+    assert reward_of(response, **NUMERIC_IN_A_BOX) == 1
+    assert reward_of(response, type="numeric") == 0
+    assert reward_of(response, type="exact", extract={"type": "boxed"}) == 1
+    assert reward_of(response, type="math", extract={"type": "answer_line"}) == 0
+    assert reward_of(response, **FORM) == 1
     assert reward_of(rollout("7", "7"), **FORM) == 0
 
 
-def test_a_weighted_reward_is_a_sum_with_the_votes_of_its_first_part_that_has_votes() -> None:
+def test_a_weighted_reward_is_a_sum_and_votes_with_the_first_part_that_can() -> None:
     settings = {"type": "weighted", "terms": [{"weight": 0.25, "reward": FORM}, {"reward": NUMERIC_IN_A_BOX}]}
-    said = rollout("\\boxed{7}\nAnswer: 7", "7")
+    response = rollout("\\boxed{7}\nAnswer: 7", "7")
     reward = build_reward(TypeAdapter(Reward).validate_python(settings))
 
-    assert reward(said) == 1.25
+    assert reward(response) == 1.25
     assert reward.votes
-    assert reward.vote(said) == "7"
+    assert reward.vote(response) == "7"
 
 
 SOURCES = {"type": "by_source", "rewards": {"gsm8k": {"type": "numeric"}, "default": {"type": "exact"}}}
@@ -155,8 +155,10 @@ SOURCES = {"type": "by_source", "rewards": {"gsm8k": {"type": "numeric"}, "defau
 
 @pytest.mark.parametrize(("source", "value"), [("gsm8k", 1), ("trivia", 0)])
 def test_a_row_is_judged_by_the_reward_of_its_source(source: str, value: float) -> None:
-    said = rollout("It is 7", "7")
-    assert reward_of(replace(said, prompt=replace(said.prompt, row={"data_source": source})), **SOURCES) == value
+    response = rollout("It is 7", "7")
+    assert (
+        reward_of(replace(response, prompt=replace(response.prompt, row={"data_source": source})), **SOURCES) == value
+    )
 
 
 def test_a_source_without_a_reward_is_refused_with_its_row() -> None:
@@ -167,7 +169,7 @@ def test_a_source_without_a_reward_is_refused_with_its_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         (
             {
@@ -179,6 +181,6 @@ def test_a_source_without_a_reward_is_refused_with_its_row() -> None:
         ({"type": "by_source", "rewards": {"x": {"type": "exact", "weighting_beta": 1}}}, "weighting_beta of a part"),
     ],
 )
-def test_parts_that_cannot_be_one_reward_are_refused(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValidationError, match=says):
+def test_parts_that_cannot_be_combined_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         TypeAdapter(Reward).validate_python(settings)

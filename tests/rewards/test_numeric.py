@@ -1,4 +1,4 @@
-"""Catches numbers that are read as others: separators, signs, fractions, percent, powers, and digits that are none."""
+"""Catches misread numbers: separators, signs, fractions, percent, powers, and digits that belong to a unit or name."""
 
 import time
 from fractions import Fraction
@@ -39,7 +39,7 @@ CASES = {
     "1 3/4 cups": "7/4",
     "3 / 4": "3/4",
     "on 12/25/2024": "2024",
-    # digits that are no numbers of their own
+    # digits of a unit or a name
     "5 m^2": "5",
     "12 cm^{2}": "12",
     "5 of H2O": "5",
@@ -54,36 +54,36 @@ CASES = {
 
 
 @pytest.mark.parametrize(("text", "number"), CASES.items())
-def test_the_last_number_is_read_as_people_read_it(text: str, number: str) -> None:
+def test_the_last_number_is_read_as_a_person_reads_it(text: str, number: str) -> None:
     assert last_number(text) == WrittenNumber(Fraction(number))
 
 
 @pytest.mark.parametrize("text", ["", "none", "x_1", "3/0", "9" * 500, "1e999999999", "\\frac{1}{0}"])
-def test_what_is_no_number_is_none(text: str) -> None:
+def test_a_text_without_a_number_has_none(text: str) -> None:
     assert last_number(text) is None
 
 
 @pytest.mark.parametrize("text", ["50%", r"50\%", "50 %", "50 percent"])
-def test_percent_is_half_and_fifty(text: str) -> None:
-    given = last_number(text)
+def test_50_percent_is_a_half_and_fifty(text: str) -> None:
+    number = last_number(text)
 
-    assert given == WrittenNumber(Fraction(50), is_percent=True)
-    assert given.is_near(WrittenNumber(Fraction(50)), 0)
-    assert given.is_near(WrittenNumber(Fraction(1, 2)), 0)
-    assert WrittenNumber(Fraction(1, 2)).is_near(given, 0)
-    assert not given.is_near(WrittenNumber(Fraction(1, 2), is_percent=True), 1e-6)
+    assert number == WrittenNumber(Fraction(50), is_percent=True)
+    assert number.is_near(WrittenNumber(Fraction(50)), 0)
+    assert number.is_near(WrittenNumber(Fraction(1, 2)), 0)
+    assert WrittenNumber(Fraction(1, 2)).is_near(number, 0)
+    assert not number.is_near(WrittenNumber(Fraction(1, 2), is_percent=True), 1e-6)
 
 
 def test_the_tolerance_is_relative_to_the_answer_and_exact() -> None:
-    wanted = WrittenNumber(Fraction(1000))
+    answer = WrittenNumber(Fraction(1000))
 
-    assert WrittenNumber(Fraction(1001)).is_near(wanted, 0.001)
-    assert not WrittenNumber(Fraction("1001.001")).is_near(wanted, 0.001)
+    assert WrittenNumber(Fraction(1001)).is_near(answer, 0.001)
+    assert not WrittenNumber(Fraction("1001.001")).is_near(answer, 0.001)
     assert not WrittenNumber(Fraction(2**60 + 1)).is_near(WrittenNumber(Fraction(2**60)), 0)  # equal as float64
 
 
 @pytest.mark.parametrize("part", ["9", "1,", "1,000", "1 ", r"\frac{1}", "1/", "$", "-"])
-def test_a_run_away_response_takes_no_time(part: str) -> None:
+def test_a_runaway_response_takes_linear_time(part: str) -> None:
     start = time.process_time()
     last_number(part * 40_000)
 

@@ -1,4 +1,4 @@
-"""Catches rewards that judge the wrong text, results that are no numbers, and answers nobody could compare with."""
+"""Catches rewards that judge the wrong text, results that are not numbers, and answers that cannot be compared with."""
 
 import math
 import re
@@ -68,14 +68,14 @@ def test_the_last_turn_is_compared_with_the_answer(
 def test_the_environment_pays() -> None:
     judge = build_reward(settings(type="environment"))
 
-    assert judge(rollout("", paid=-0.5)) == -0.5
+    assert judge(rollout("", env_reward=-0.5)) == -0.5
     with pytest.raises(RolloutError, match="no environment"):
         judge(rollout(""))
 
 
 @pytest.mark.parametrize("value", [1, True, 0.5, np.float32(0.5), np.bool_(True), np.int64(3)])
 def test_a_users_function_is_called_with_the_rollout(users_module: types.ModuleType, value: Any) -> None:
-    users_module.judge = lambda given: value if given.responses == ("hello",) else None  # type: ignore[attr-defined]
+    users_module.judge = lambda answered: value if answered.responses == ("hello",) else None  # type: ignore[attr-defined]
     judged = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))(rollout("hello"))
 
     assert type(judged) is float
@@ -83,8 +83,10 @@ def test_a_users_function_is_called_with_the_rollout(users_module: types.ModuleT
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 10**400, 1e300, np.float32("nan")])
-def test_what_is_no_finite_number_is_an_error_that_names_the_sample(users_module: types.ModuleType, value: Any) -> None:
-    users_module.judge = lambda given: value  # type: ignore[attr-defined]
+def test_a_result_that_is_not_a_finite_number_is_an_error_with_the_sample(
+    users_module: types.ModuleType, value: Any
+) -> None:
+    users_module.judge = lambda _: value  # type: ignore[attr-defined]
     judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
 
     with pytest.raises(RolloutError, match=r"reward rewards_of_a_test:judge, prompt 7, sample 2: it returned"):
@@ -92,9 +94,9 @@ def test_what_is_no_finite_number_is_an_error_that_names_the_sample(users_module
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit(0)", "import sys; sys.exit('bye')", "raise GeneratorExit"])
-def test_a_function_that_leaves_is_an_error_that_names_it(users_module: types.ModuleType, end: str) -> None:
-    """Bug: the run exits 0 without a word, and nothing is saved."""
-    exec(f"def judge(given): {end}", vars(users_module))
+def test_a_function_that_exits_is_an_error_with_the_sample(users_module: types.ModuleType, end: str) -> None:
+    """Bug: the run exits with status 0, without a message or a checkpoint."""
+    exec(f"def judge(rollout): {end}", vars(users_module))
     with pytest.raises(RolloutError, match=r"reward rewards_of_a_test:judge, prompt 7, sample 2: it raised \w+Exit"):
         build_reward(settings(type="function", function=f"{mine.__name__}:judge"))(rollout("hello"))
 
@@ -105,7 +107,7 @@ SPELLINGS = {
     "handles all": "exec('while 1:\\n try:\\n  while not ended.is_set(): pass\\n  break\\n except Exception: pass')",
     "handles it once": "exec('try:\\n while not ended.is_set(): pass\\nexcept BaseException: pass')",
 }
-"""Bodies that end only with the test: a thread that went on would slow all tests that follow in this process."""
+"""Bodies that end only with the test: a thread that went on would slow later tests in this process."""
 
 
 @pytest.mark.parametrize("body", SPELLINGS.values(), ids=SPELLINGS)
@@ -113,9 +115,9 @@ SPELLINGS = {
 def test_a_function_that_does_not_return_has_a_limit(
     users_module: types.ModuleType, body: str, in_thread: bool
 ) -> None:
-    """In the main thread, and in the one that samples ahead."""
+    """Bug: no limit in the thread that samples ahead."""
     users_module.ended = threading.Event()  # type: ignore[attr-defined]
-    exec(f"def judge(given):\n {body}", vars(users_module))
+    exec(f"def judge(rollout):\n {body}", vars(users_module))
     judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge", call_timeout_s=0.1))
     try:
         with ThreadPoolExecutor(1) as thread, pytest.raises(RolloutError) as caught:
@@ -128,9 +130,9 @@ def test_a_function_that_does_not_return_has_a_limit(
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_the_longest_limit_can_be_waited_for(users_module: types.ModuleType, in_thread: bool) -> None:
-    """Bug: a longer one was told as an error of the function."""
-    users_module.judge = lambda given: 1.0  # type: ignore[attr-defined]
+def test_the_longest_limit_works(users_module: types.ModuleType, in_thread: bool) -> None:
+    """Bug: a limit that the timer cannot hold was reported as an error of the function."""
+    users_module.judge = lambda _: 1.0  # type: ignore[attr-defined]
     judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge", call_timeout_s=YEAR_S))
     with ThreadPoolExecutor(1) as thread:
         assert (thread.submit(judge, rollout("hello")).result() if in_thread else judge(rollout("hello"))) == 1
@@ -139,33 +141,33 @@ def test_the_longest_limit_can_be_waited_for(users_module: types.ModuleType, in_
 @pytest.mark.parametrize(
     "limit", [{"type": "function", "function": "a:b", "call_timeout_s": 1e12}, {"type": "math", "timeout_s": 1e12}]
 )
-def test_a_limit_that_no_clock_counts_to_is_refused(limit: dict[str, Any]) -> None:
+def test_a_limit_beyond_a_year_is_refused(limit: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="less than or equal to 31536000"):
         settings(**limit)
 
 
 def test_a_regular_expression_that_does_not_end_has_a_limit(users_module: types.ModuleType) -> None:
-    """The usual one; it holds the interpreter's lock, so that no other thread could end it."""
-    users_module.judge = lambda given: bool(re.fullmatch("(a+)+b", "a" * 60))  # type: ignore[attr-defined]
+    """Bug: a limit enforced by another thread, which cannot run as the expression holds the interpreter's lock."""
+    users_module.judge = lambda _: bool(re.fullmatch("(a+)+b", "a" * 60))  # type: ignore[attr-defined]
     judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge", call_timeout_s=0.1))
     with pytest.raises(RolloutError, match=r"it did not return in 0\.1 s"):
         judge(rollout("hello"))
 
 
-def test_the_limit_leaves_another_alarm_as_it_was(users_module: types.ModuleType) -> None:
-    users_module.judge = lambda given: 1.0  # type: ignore[attr-defined]
+def test_the_limit_restores_another_alarm(users_module: types.ModuleType) -> None:
+    users_module.judge = lambda _: 1.0  # type: ignore[attr-defined]
     judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
-    before = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 5000)
+    previous = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 5000)
     try:
         assert judge(rollout("hello")) == 1
-        assert signal.getsignal(signal.SIGALRM) == before[0]
+        assert signal.getsignal(signal.SIGALRM) == previous[0]
         assert 4000 < signal.getitimer(signal.ITIMER_REAL)[0] <= 5000
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *before[1])
+        signal.setitimer(signal.ITIMER_REAL, *previous[1])
 
 
-def test_ctrl_c_in_a_function_is_the_persons(users_module: types.ModuleType) -> None:
-    def judge(given: object) -> float:
+def test_ctrl_c_in_a_function_ends_the_run(users_module: types.ModuleType) -> None:
+    def judge(_: object) -> float:
         raise KeyboardInterrupt
 
     users_module.judge = judge  # type: ignore[attr-defined]
@@ -174,14 +176,14 @@ def test_ctrl_c_in_a_function_is_the_persons(users_module: types.ModuleType) -> 
 
 
 @pytest.mark.parametrize("parameters", ["", "a, b", "*, a"])
-def test_a_function_that_cannot_be_called_with_a_rollout(users_module: types.ModuleType, parameters: str) -> None:
+def test_a_function_that_does_not_take_one_rollout_is_refused(users_module: types.ModuleType, parameters: str) -> None:
     exec(f"def judge({parameters}): return 1.0", vars(users_module))
     with pytest.raises(ConfigError, match=r"reward.function=rewards_of_a_test:judge: it is called with a Rollout and"):
         build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
 
 
-def test_what_a_users_function_raises_is_told_with_the_sample(users_module: types.ModuleType) -> None:
-    users_module.judge = lambda given: 1 / 0  # type: ignore[attr-defined]
+def test_an_exception_of_a_users_function_is_reported_with_the_sample(users_module: types.ModuleType) -> None:
+    users_module.judge = lambda _: 1 / 0  # type: ignore[attr-defined]
     judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
 
     with pytest.raises(RolloutError, match=r"prompt 7, sample 2: it raised ZeroDivisionError"):
@@ -189,7 +191,7 @@ def test_what_a_users_function_raises_is_told_with_the_sample(users_module: type
 
 
 @pytest.mark.parametrize("function", ["no.such.package:judge", "math:no_such", "math:pi"])
-def test_a_function_that_is_not_there_is_an_error_of_the_config(function: str) -> None:
+def test_a_missing_function_is_an_error_of_the_config(function: str) -> None:
     with pytest.raises(ConfigError, match=f"reward.function={function}"):
         build_reward(settings(type="function", function=function))
 
@@ -204,7 +206,7 @@ def test_a_function_that_is_not_there_is_an_error_of_the_config(function: str) -
         ("math", r"\frac{1}{2", "not balanced"),
     ],
 )
-def test_an_answer_that_cannot_be_compared_with_is_found_with_its_row(
+def test_an_answer_that_cannot_be_compared_with_is_reported_with_its_row(
     kind: str, answer: str | None, message: str
 ) -> None:
     prompts = [Prompt(0, "Q", answer="1"), Prompt(4, "Q", answer=answer)]
@@ -221,7 +223,7 @@ def test_rewards_that_compare_nothing_need_no_answer() -> None:
     check_answer(settings(type="math"), r"\{1, 2\}")
 
 
-def test_answers_that_mean_the_same_have_one_vote() -> None:
+def test_equal_answers_have_the_same_vote() -> None:
     numeric = build_reward(settings(type="numeric"))
     exact = build_reward(settings(type="exact", ignore_case=True))
 
