@@ -1,10 +1,10 @@
-"""A server that talks as vLLM does, and does what it is told: in a thread of a test, or run as a script.
+"""A fake vLLM or SGLang server with scripted answers: in a thread of a test, or run as a script.
 
     python fake_server.py [anything] --port PORT
     python fake_server.py [anything] --uds SOCKET
     python fake_server.py [anything] --port PORT --config FILE
 
-As a script it does what the variable FAKE says, and with --config it asks for the key in the file as SGLang does.
+As a script it follows the environment variable FAKE, and with --config it requires the key in FILE, as SGLang does.
 """
 
 import json
@@ -23,13 +23,13 @@ from socketserver import TCPServer
 from typing import Any
 
 Json = dict[str, Any]
-Says = Callable[[Json], tuple[int, Json]]
-"""Status and body of the answer to a request for a completion."""
+Responder = Callable[[Json], tuple[int, Json]]
+"""Function from the body of a completion request to the answer's status and body."""
 LOGPROB = -0.5
 
 
 def fine(body: Json, **changes: Any) -> tuple[int, Json]:
-    """As many tokens as were asked for, each the prompt's first and one; raw log-probabilities of a prompt's."""
+    """Answer with `max_tokens` copies of the prompt's first token + 1, or with log-probabilities of the prompt."""
     if "input_ids" in body:
         return sglang_says(body)
     if "prompt_logprobs" in body:
@@ -41,16 +41,16 @@ def fine(body: Json, **changes: Any) -> tuple[int, Json]:
 
 
 def raw(body: Json) -> tuple[int, Json]:
-    """−1, −2, … by position in the prompt, and of the token after it, as vLLM 0.32 has it."""
-    known = [{str(each): {"logprob": -1.0 - i, "rank": 1}} for i, each in enumerate(body["prompt"])]
+    """Answer with log-probabilities −1, −2, … of the prompt and the token after it, in the form of vLLM 0.32."""
+    entries = [{str(token): {"logprob": -1.0 - i, "rank": 1}} for i, token in enumerate(body["prompt"])]
     (last,) = body["logprob_token_ids"]
-    top = {"token_id:9": -0.1, f"token_id:{last}": -1.0 - len(known)}
-    choice = {"prompt_logprobs": [None, *known[1:]], "logprobs": {"top_logprobs": [top]}}
+    top = {"token_id:9": -0.1, f"token_id:{last}": -1.0 - len(entries)}
+    choice = {"prompt_logprobs": [None, *entries[1:]], "logprobs": {"top_logprobs": [top]}}
     return 200, {"model": "student", "choices": [choice]}
 
 
 def sglang_says(body: Json) -> tuple[int, Json]:
-    """As SGLang's documentation has it."""
+    """Answer in the form of SGLang's documentation."""
     count = body["sampling_params"]["max_new_tokens"]
     sampled = [[LOGPROB, 7, None]] * count
     about = {"finish_reason": {"type": "length", "length": count}, "output_token_logprobs": sampled}
@@ -58,7 +58,7 @@ def sglang_says(body: Json) -> tuple[int, Json]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    says: Says
+    respond: Responder
     refuses: str
     cards: list[Json]
     calls: list[tuple[str, Json]]
@@ -70,13 +70,13 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
         self.calls.append((self.path, body))
         if self.path in ("/v1/completions", "/generate"):
-            self._reply(*type(self).says(body))
+            self._reply(*type(self).respond(body))
         else:
             self._reply(500 if self.path == self.refuses else 200, {"says": "the fake"})
 
     def _reply(self, status: int, body: Json) -> None:
         data = json.dumps(body).encode()
-        with suppress(BrokenPipeError):  # who asked has given up
+        with suppress(BrokenPipeError):  # the client has given up
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Locked(Handler):
-    """Answers only requests with the key, but for those about its health."""
+    """Requires the key in all requests except GET."""
 
     key: str
 
@@ -105,32 +105,36 @@ class SocketServer(ThreadingHTTPServer):
     address_family = socket.AF_UNIX
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's asks for the name of a host
+        TCPServer.server_bind(self)  # HTTPServer's method looks up the host's name
         self.server_name, self.server_port = "", 0
 
 
 def make_server(
-    address: int | str, says: Says, refuses: str = "", cards: list[Json] = CARDS, handler: type[Handler] = Handler
+    address: int | str,
+    respond: Responder,
+    refuses: str = "",
+    cards: list[Json] = CARDS,
+    handler: type[Handler] = Handler,
 ) -> ThreadingHTTPServer:
-    own = {"says": staticmethod(says), "refuses": refuses, "cards": cards, "calls": []}
-    said = type("Said", (handler,), own)
+    attributes = {"respond": staticmethod(respond), "refuses": refuses, "cards": cards, "calls": []}
+    handler_class = type("Said", (handler,), attributes)
     if isinstance(address, str):
-        server: ThreadingHTTPServer = SocketServer(address, said)  # type: ignore[arg-type]
+        server: ThreadingHTTPServer = SocketServer(address, handler_class)  # type: ignore[arg-type]
     else:
-        server = ThreadingHTTPServer(("127.0.0.1", address), said)
+        server = ThreadingHTTPServer(("127.0.0.1", address), handler_class)
     server.daemon_threads = True
     return server
 
 
 @contextmanager
 def fake_server(
-    says: Says = fine, refuses: str = "", cards: list[Json] = CARDS, handler: type[Handler] = Handler
+    respond: Responder = fine, refuses: str = "", cards: list[Json] = CARDS, handler: type[Handler] = Handler
 ) -> Iterator[tuple[str, list[tuple[str, Json]]]]:
-    """Its address, and the paths and bodies of what was posted to it.
+    """Yield the server's address, and the paths and bodies of its POST requests.
 
-    refuses: a path that it has an error for. cards: models that it lists.
+    refuses: path that is answered with an error. cards: models in its list.
     """
-    server = make_server(0, says, refuses, cards, handler)
+    server = make_server(0, respond, refuses, cards, handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", server.RequestHandlerClass.calls  # type: ignore[attr-defined]
@@ -140,7 +144,7 @@ def fake_server(
 
 
 def dies(body: Json) -> tuple[int, Json]:
-    """But for a first request, the probe."""
+    """Answer the probe, and exit at the next request."""
     if body["max_tokens"] == 1:
         return fine(body)
     print("out of memory, says the fake", flush=True)
@@ -148,20 +152,20 @@ def dies(body: Json) -> tuple[int, Json]:
 
 
 def ends(body: Json) -> tuple[int, Json]:
-    """As many tokens as were asked for, the last of which ends the turn."""
+    """Answer with `max_tokens` tokens; the last one ends the turn."""
     ids = [7] * (body["max_tokens"] - 1) + body["stop_token_ids"][:1]
     return fine(body, token_ids=ids, finish_reason="stop")
 
 
 def main() -> None:
-    how = os.environ.get("FAKE", "")
+    behaviour = os.environ.get("FAKE", "")
     print("environment:", json.dumps(dict(os.environ)), flush=True)
-    if how == "dies at once":
+    if behaviour == "dies at once":
         sys.exit("no such model, says the fake")
-    if how == "is never ready":
+    if behaviour == "is never ready":
         time.sleep(600)
-    if how == "has children":
-        # One in its own session that does not end when asked, and whose parent is gone.
+    if behaviour == "has children":
+        # An orphan in a session of its own that ignores SIGTERM.
         stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
         orphaned = (
             f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
@@ -174,8 +178,8 @@ def main() -> None:
         handler = Locked
     name = "--uds" if "--uds" in sys.argv else "--port"
     value = sys.argv[sys.argv.index(name) + 1]
-    says = {"dies": dies, "ends": ends}.get(how, fine)
-    make_server(value if name == "--uds" else int(value), says, handler=handler).serve_forever()
+    respond = {"dies": dies, "ends": ends}.get(behaviour, fine)
+    make_server(value if name == "--uds" else int(value), respond, handler=handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An engine that says what a table tells it, and prompts."""
+"""An engine with scripted answers, and prompts for it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +10,9 @@ from nemo_opd.rollout.requests import Completion, Request, Sampling
 
 
 class Scripted:
-    """answer: request → the turn's ids and how it ended; log-probabilities count down from −1, those of the behaviour
-    from −0.5. Calls are kept.
+    """An engine whose log-probabilities count down from −1, and behaviour log-probabilities from −0.5.
+
+    answer: function from a request to the turn's ids and finish reason. `calls` records the requests.
     """
 
     version = 7
@@ -29,14 +30,14 @@ class Scripted:
 
 
 def speaking(tokenizer: Any, end: int, *turns: str) -> Scripted:
-    """Each call says the next of the turns, in canonical tokens, and ends it."""
-    said = iter(turns)
-    return Scripted(lambda request: ([*encoded(tokenizer, next(said)), end], "stop"))
+    """Return an engine whose calls sample the turns one after another, in canonical tokens with an end token."""
+    remaining = iter(turns)
+    return Scripted(lambda request: ([*encoded(tokenizer, next(remaining)), end], "stop"))
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def asking(text: str, index: int = 3, **others: Any) -> Prompt:
-    return Prompt(index, [{"role": "user", "content": text}], **others)
+def asking(text: str, index: int = 3, **fields: Any) -> Prompt:
+    return Prompt(index, [{"role": "user", "content": text}], **fields)

@@ -1,4 +1,4 @@
-"""Chat templates that write tools and calls in the common ways, for small tokenizers."""
+"""Chat templates with the common forms of tools and calls, for small tokenizers."""
 
 import copy
 from functools import cache
@@ -15,7 +15,7 @@ TAGGED = """{% if tools %}# system
 {% endfor %}{% if add_generation_prompt %}# assistant
 {% endif %}"""
 
-# As Llama 3.1: a tool may only answer a call, a call is the whole turn, and it ends in its own way.
+# Like Llama 3.1: a tool may only answer a call, and a turn with a call has no text and a special end token.
 STRICT = """<|begin_of_text|>{% for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
 {{ raise_exception('a tool answers a call') }}{% endif %}[{{ m.role }}]
@@ -37,7 +37,7 @@ TEMPLATES = {"alternating": ALTERNATING, "tagged": TAGGED, "strict": STRICT, "wi
 
 @cache
 def talking(name: str) -> Any:
-    """A byte-level tokenizer with the template."""
+    """Return a byte-level tokenizer with the template."""
     specials = ("<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
     tokenizer = copy.deepcopy(byte_level(640, eos="<|im_end|>", extra=specials))
     tokenizer.chat_template = TEMPLATES[name]

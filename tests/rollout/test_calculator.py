@@ -1,10 +1,10 @@
-"""Arithmetic: against Python's own, its limits, and what the environment pays."""
+"""The calculator's arithmetic against Python's, its limits, and the environment's rewards."""
 
 import re
 from fractions import Fraction
 
+import hypothesis
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_opd.data.row_types import Prompt
@@ -21,10 +21,10 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@given(EXPRESSIONS)
+@hypothesis.given(EXPRESSIONS)
 def test_values_are_exact(expression: str) -> None:
-    """Against Python's evaluator with every literal made a fraction."""
-    exact = re.sub(r"\d+(?:\.\d+)?", lambda found: f"Fraction('{found[0]}')", expression)
+    """Compare with Python's evaluator, with fractions in place of literals."""
+    exact = re.sub(r"\d+(?:\.\d+)?", lambda match: f"Fraction('{match[0]}')", expression)
     try:
         expected = eval(exact, {"Fraction": Fraction})
     except ZeroDivisionError:
@@ -74,18 +74,18 @@ def test_results(expression: object, result: str) -> None:
         (True, "needs a string"),
     ],
 )
-def test_failures_are_told(expression: object, reason: str) -> None:
+def test_failures_are_reported(expression: object, reason: str) -> None:
     result = result_of(calling(expression))
     assert result.startswith("error: ")
     assert reason in result
 
 
-def test_unknown_tools_and_unreadable_calls_are_told() -> None:
+def test_unknown_tools_and_unreadable_calls_are_reported() -> None:
     assert "no tool 'search'" in result_of({"type": "function", "function": {"name": "search", "arguments": {}}})
     assert "no JSON" in result_of({"type": "malformed", "text": "{", "error": "no JSON"})
 
 
-def test_large_numbers_are_written() -> None:
+def test_large_integers_are_written_in_full() -> None:
     assert number_text(Fraction(10) ** 1000) == "1" + "0" * 1000
     with pytest.raises(ArithmeticError, match="too large"):
         number_text(Fraction(10**1000 + 1, 3))
@@ -107,7 +107,7 @@ def test_the_last_number_is_the_answer(text: str, answer: str | None, is_right: 
     assert has_answer(text, answer) == is_right
 
 
-def test_turns_with_calls_go_on_and_the_others_are_paid() -> None:
+def test_a_turn_with_calls_continues_and_a_turn_without_is_rewarded() -> None:
     calculator = Calculator()
     assert calculator.reset(Prompt(0, [], answer="42")) == []
     calls = [calling("6 * 7"), calling("1 / 0")]

@@ -1,4 +1,4 @@
-"""Rollouts as they are collected: order, masks, lengths, seeds, turns, and what is logged about them."""
+"""Collected rollouts: order, masks, lengths, seeds, turns, and metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,9 +54,9 @@ def test_rollouts_come_prompt_by_prompt_from_one_call() -> None:
     ("said", "finish_reason", "response"),
     [(" fox", "stop", " fox"), (" fox", "length", " fox"), ("", "stop", "")],
 )
-def test_masks_end_with_the_end_of_sequence(said: str, finish_reason: Any, response: str) -> None:
-    """Also where it is the padding token: nothing here compares with one."""
-    ids = encoded(byte_level(), said) + [EOS] * (finish_reason == "stop")
+def test_masks_end_with_the_end_of_sequence(text: str, finish_reason: Any, response: str) -> None:
+    """Bug: a mask that leaves out the end of sequence if it is also the padding token."""
+    ids = encoded(byte_level(), text) + [EOS] * (finish_reason == "stop")
     engine = Scripted(lambda request: (ids, finish_reason))
     (rollout,) = text_collector(engine).collect([Prompt(0, "the quick", answer="x")], 1, 0)
     start = len(encoded(byte_level(), "the quick"))
@@ -73,9 +73,9 @@ def test_masks_end_with_the_end_of_sequence(said: str, finish_reason: Any, respo
     ("said", "finish_reason", "response"),
     [(" fox\n\nthe", "stop", " fox"), (" fox\n", "length", " fox\n"), ("\n\n", "stop", "")],
 )
-def test_a_response_ends_before_its_stop_text(said: str, finish_reason: Any, response: str) -> None:
-    """Bug: the stop text is in the response, or of a text that it ended the last token is missing."""
-    engine = Scripted(lambda request: (encoded(byte_level(), said), finish_reason))
+def test_a_response_ends_before_its_stop_text(text: str, finish_reason: Any, response: str) -> None:
+    """Bug: the response contains the stop text, or lacks the token before it."""
+    engine = Scripted(lambda request: (encoded(byte_level(), text), finish_reason))
     collector = text_collector(engine, stop=("\n\n",), max_new_tokens=30)
     (rollout,) = collector.collect([Prompt(0, "the quick")], 1, 0)
 
@@ -88,7 +88,7 @@ def test_an_end_token_after_a_response_without_its_stop_text() -> None:
     assert rollout.responses == (" fox",)
 
 
-def test_no_sequence_is_longer_than_it_may_be() -> None:
+def test_no_sequence_is_longer_than_max_length() -> None:
     engine = Scripted(lambda request: ([5] * request.max_new_tokens, "length"))
     length = len(encoded(byte_level(), "the fox"))
     (rollout,) = text_collector(engine, max_length=length + 2).collect([Prompt(0, "the fox")], 1, 0)
@@ -98,7 +98,7 @@ def test_no_sequence_is_longer_than_it_may_be() -> None:
 
 
 @pytest.mark.parametrize("ids", [[], [5] * 6])
-def test_an_engine_that_breaks_its_word(ids: list[int]) -> None:
+def test_an_engines_completion_of_the_wrong_length_is_an_error(ids: list[int]) -> None:
     with pytest.raises(RolloutError, match=f"prompt 8, sample 0, with {len(ids)} tokens.* 1 to 5"):
         text_collector(Scripted(lambda request: (ids, "length"))).collect([Prompt(8, "the fox")], 1, 0)
 
@@ -114,26 +114,26 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}
 
 @pytest.mark.tokenizers
 def test_a_conversation_with_the_calculator() -> None:
-    """Against Qwen's template of the whole conversation: ids, masks, texts, messages and the reward."""
+    """Compare ids, masks, texts, messages and the reward with Qwen's template of the entire conversation."""
     tokenizer = real_tokenizer("qwen3")
     thought = "<think>\nhm\n</think>\n\n"
     turns = (f"{thought}I ask.\n{CALL}", f"{thought}<tool_call>6 * 7</tool_call>", f"{thought}It is 42.")
     engine = speaking(tokenizer, tokenizer.eos_token_id, *turns)
     collector = chat_collector(engine, tokenizer, environment=Calculator)
     (rollout,) = collector.collect([asking("6 * 7?", answer="42")], 1, 2)
-    said = [{"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": turns[0]}]
-    said += [{"role": "tool", "name": "calculator", "content": "42"}, {"role": "assistant", "content": turns[1]}]
+    messages = [{"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": turns[0]}]
+    messages += [{"role": "tool", "name": "calculator", "content": "42"}, {"role": "assistant", "content": turns[1]}]
     error = rollout.messages[4]["content"]
-    said += [{"role": "tool", "name": "calculator", "content": error}, {"role": "assistant", "content": turns[2]}]
-    assert list(rollout.messages) == said
+    messages += [{"role": "tool", "name": "calculator", "content": error}, {"role": "assistant", "content": turns[2]}]
+    assert list(rollout.messages) == messages
     assert error.startswith("error: the call cannot be read: no JSON")
     assert rollout.turn_messages == [1, 3, 5]
-    whole = tokenizer.apply_chat_template(said, tools=list(Calculator.tools), tokenize=False)
-    assert tokenizer.decode(rollout.ids) == whole.rstrip("\n")
-    assert rollout.ids.tolist() == encoded(tokenizer, whole.rstrip("\n"))
-    spoken = [rollout.ids[start:stop].tolist() for start, stop in rollout.turns]
-    assert spoken == [[*encoded(tokenizer, turn), tokenizer.eos_token_id] for turn in turns]
-    assert rollout.loss_mask.sum() == sum(map(len, spoken))
+    text = tokenizer.apply_chat_template(messages, tools=list(Calculator.tools), tokenize=False)
+    assert tokenizer.decode(rollout.ids) == text.rstrip("\n")
+    assert rollout.ids.tolist() == encoded(tokenizer, text.rstrip("\n"))
+    sampled = [rollout.ids[start:stop].tolist() for start, stop in rollout.turns]
+    assert sampled == [[*encoded(tokenizer, turn), tokenizer.eos_token_id] for turn in turns]
+    assert rollout.loss_mask.sum() == sum(map(len, sampled))
     assert rollout.responses == turns
     assert (rollout.env_reward, rollout.env_done, rollout.num_calls, rollout.num_failed_calls) == (1.0, True, 2, 1)
     assert [len(call) for call in engine.calls] == [1, 1, 1]
@@ -142,7 +142,7 @@ def test_a_conversation_with_the_calculator() -> None:
 
 @dataclass
 class Counting:
-    """Says `answer` until the student has had so many turns as its prompt says."""
+    """An environment that returns `answer` until the number of turns in the prompt's answer."""
 
     answer: str = "Go on."
     turn: int = 0
@@ -163,7 +163,7 @@ def saying(text: str) -> Scripted:
     return Scripted(lambda request: ([*encoded(talking("tagged"), text), END], "stop"))
 
 
-def test_active_conversations_go_on_together() -> None:
+def test_active_conversations_continue_in_one_batch() -> None:
     engine = saying("one")
     prompts = [asking("a", 0, answer="1"), asking("b", 1, answer="3"), asking("c", 2, answer="9")]
     rollouts = chat_collector(engine, talking("tagged"), environment=Counting).collect(prompts, 2, 0)
@@ -178,14 +178,14 @@ def test_active_conversations_go_on_together() -> None:
     assert rollouts[2].messages[-1] == {"role": "assistant", "content": "one"}
 
 
-def test_a_turn_that_was_cut_ends_the_conversation_and_is_paid() -> None:
+def test_a_cut_turn_ends_the_conversation_and_is_rewarded() -> None:
     engine = Scripted(lambda request: (encoded(talking("tagged"), "one"), "length"))
     (rollout,) = chat_collector(engine, talking("tagged"), environment=Counting).collect([asking("a")], 1, 0)
     assert (len(rollout.turns), rollout.finish_reason, rollout.env_reward) == (1, "length", 0.5)
     assert rollout.env_done is False
 
 
-def test_an_answer_without_room_for_a_turn_is_not_said() -> None:
+def test_an_answer_without_room_for_a_turn_is_left_out() -> None:
     tokenizer = talking("tagged")
     long = chat_collector(saying("one"), tokenizer, environment=Counting).collect([asking("a")], 1, 0)[0]
     for room in range(int(long.turns[0, 1]), int(long.turns[1, 0]) + 1):
@@ -202,12 +202,12 @@ def test_a_long_answer_is_cut_with_a_mark() -> None:
         saying("one"), tokenizer, environment=lambda: Counting(answer), max_response_tokens=40, max_turns=2
     )
     (rollout,) = collector.collect([asking("a")], 1, 0)
-    said = rollout.messages[4]["content"]
-    assert said.endswith(" [cut: the response was too long]")
-    kept = said.removesuffix(" [cut: the response was too long]")
-    assert answer.startswith(kept)
-    assert kept
-    assert len(encoded(tokenizer, said)) <= 40
+    messages = rollout.messages[4]["content"]
+    assert messages.endswith(" [cut: the response was too long]")
+    tokens = messages.removesuffix(" [cut: the response was too long]")
+    assert answer.startswith(tokens)
+    assert tokens
+    assert len(encoded(tokenizer, messages)) <= 40
     assert rollout.num_cut_responses == 1
 
 
@@ -222,28 +222,30 @@ def test_a_template_without_tools_is_warned_of_once(caplog: pytest.LogCaptureFix
     ]
 
 
-def made(ids: Sequence[int], turns: Sequence[Sequence[int]], **others: Any) -> Rollout:
+def rollout_of(ids: Sequence[int], turns: Sequence[Sequence[int]], **fields: Any) -> Rollout:
     mask = np.zeros(len(ids), np.bool_)
     for start, stop in turns:
         mask[start:stop] = True
     defaults = {"finish_reason": "stop", "version": 0, "messages": (), "responses": ("",) * len(turns)}
     array, zeros = np.array(ids, np.int32), np.zeros(len(ids), np.float32)
-    return Rollout(Prompt(0, ""), 0, array, mask, zeros, zeros, np.array(turns, np.int32), **(defaults | others))
+    return Rollout(Prompt(0, ""), 0, array, mask, zeros, zeros, np.array(turns, np.int32), **(defaults | fields))
 
 
-def test_repetition_is_the_share_of_4_grams_that_came_before() -> None:
-    """Counted by hand: abcabcabc has 6 4-grams of which 3 are new; those across turns or in prompts are none."""
-    assert repetition(made([9, *[1, 2, 3] * 3], [[1, 10]])) == 0.5
-    assert repetition(made([1, 2, 3, 4, 1, 2, 3, 4], [[4, 8]])) == 0
-    assert repetition(made([1, 2, 3, 4, 9, 1, 2, 3, 4], [[0, 4], [5, 9]])) == 0.5
-    assert repetition(made([1, 1, 1, 1], [[1, 4]])) is None
+def test_repetition_is_the_share_of_repeated_4_grams() -> None:
+    """Counted by hand: 3 of the 6 4-grams of abcabcabc are new; 4-grams across turns or in prompts do not count."""
+    assert repetition(rollout_of([9, *[1, 2, 3] * 3], [[1, 10]])) == 0.5
+    assert repetition(rollout_of([1, 2, 3, 4, 1, 2, 3, 4], [[4, 8]])) == 0
+    assert repetition(rollout_of([1, 2, 3, 4, 9, 1, 2, 3, 4], [[0, 4], [5, 9]])) == 0.5
+    assert repetition(rollout_of([1, 1, 1, 1], [[1, 4]])) is None
 
 
 def test_metrics_of_rollouts() -> None:
     rollouts = [
-        made([1, 2, 3], [[1, 3]], env_reward=1.0, env_done=True),
-        made([1, *[7] * 8], [[1, 4], [5, 9]], finish_reason="length", env_reward=0.0, env_done=False, num_calls=4),
-        made([1, *[7] * 5], [[1, 6]], env_reward=0.0, env_done=True, num_calls=1, num_failed_calls=1),
+        rollout_of([1, 2, 3], [[1, 3]], env_reward=1.0, env_done=True),
+        rollout_of(
+            [1, *[7] * 8], [[1, 4], [5, 9]], finish_reason="length", env_reward=0.0, env_done=False, num_calls=4
+        ),
+        rollout_of([1, *[7] * 5], [[1, 6]], env_reward=0.0, env_done=True, num_calls=1, num_failed_calls=1),
     ]
     values = {name: metric.value() for name, metric in rollout_metrics(rollouts).items()}
     assert values == pytest.approx(
@@ -260,10 +262,10 @@ def test_metrics_of_rollouts() -> None:
             "rollout/unfinished_rate": 1 / 3,
         }
     )
-    assert "rollout/turns" not in rollout_metrics([made([1, 2], [[1, 2]])])
+    assert "rollout/turns" not in rollout_metrics([rollout_of([1, 2], [[1, 2]])])
 
 
-def test_requests_do_not_depend_on_what_they_are_asked_with() -> None:
+def test_requests_do_not_depend_on_their_batch() -> None:
     def answer(request: Request) -> tuple[Sequence[int], Any]:
         return [request.seed % 200 + 10, EOS], "stop"
 
@@ -276,7 +278,7 @@ def test_requests_do_not_depend_on_what_they_are_asked_with() -> None:
 
 
 def test_seeds_differ_in_every_part_and_fit() -> None:
-    """Catches SeedSequence's padding, by which [1] and [1, 0] are one seed, and seeds that engines refuse."""
+    """Catches SeedSequence's padding, which gives [1] and [1, 0] the same seed, and seeds that engines refuse."""
     places = list(product((0, 1, 2**32, 2**40), (0, 1), (0, 1, 2), (0, 1), (0, 1)))
     seeds = [turn_seed(*place) for place in places]
     assert len(set(seeds)) == len(places)
@@ -285,10 +287,10 @@ def test_seeds_differ_in_every_part_and_fit() -> None:
 
 
 @pytest.mark.parametrize(("share", "number"), [(0.0, {0}), (1.0, {5}), (0.5, {2, 3})])
-def test_a_share_is_of_each_batch_and_right_on_average(share: float, number: set[int]) -> None:
-    chosen = [chosen_share("abcde", share, 3, step) for step in range(2000)]
-    assert {sum(batch) for batch in chosen} == number
+def test_a_share_holds_in_each_batch_and_on_average(share: float, number: set[int]) -> None:
+    choices = [chosen_share("abcde", share, 3, step) for step in range(2000)]
+    assert {sum(batch) for batch in choices} == number
     # 10,000 draws of variance at most 1/4 each: five standard deviations are 0.025.
-    assert abs(np.mean(chosen) - share) < 0.025
-    assert (np.abs(np.mean(chosen, axis=0) - share) < 0.06).all()
-    assert chosen[3] == chosen_share("abcde", share, 3, 3)
+    assert abs(np.mean(choices) - share) < 0.025
+    assert (np.abs(np.mean(choices, axis=0) - share) < 0.06).all()
+    assert choices[3] == chosen_share("abcde", share, 3, 3)

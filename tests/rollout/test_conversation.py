@@ -1,4 +1,4 @@
-"""Conversations: what the collected tokens add up to, against the template's rendering of the whole."""
+"""Tokens of collected conversations against the template's rendering of the entire conversation."""
 
 from typing import Any
 
@@ -30,67 +30,67 @@ def tokenizer_of(name: str) -> Any:
 
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("case", CASES)
-def test_prompt_turns_and_what_is_between_are_the_whole_conversation(case: str) -> None:
-    """Canonical turns: every token of the template is there once, none of the student's again."""
+def test_prompt_turns_and_messages_between_make_up_the_conversation(case: str) -> None:
+    """Bugs: a token of the template is missing or occurs twice; the student's tokens are tokenized again."""
     name, role, kwargs, thinking = CASES[case]
     tokenizer = tokenizer_of(name)
     renderer = ConversationRenderer(tokenizer, kwargs)
     tools = [TOOL] if role == "tool" else None
-    said: list[Message] = [{"role": "user", "content": "What is 12 + 7?  Größe"}]
-    ids = renderer.prompt_ids(Prompt(0, list(said), tools=tools)).tolist()
+    messages: list[Message] = [{"role": "user", "content": "What is 12 + 7?  Größe"}]
+    ids = renderer.prompt_ids(Prompt(0, list(messages), tools=tools)).tolist()
     end = encoded(tokenizer, END[name]) if name in END else []
     for turn, answers in (("Let me see.", ["19"]), ("And 東京?", ["a b", " x\n"][: 1 + (role == "tool")]), ("7!", [])):
         ids += [*encoded(tokenizer, thinking + turn), *end]
-        said.append({"role": "assistant", "content": thinking + turn})
+        messages.append({"role": "assistant", "content": thinking + turn})
         new = [{"role": role, "content": answer} for answer in answers]
         if new:
-            ids += renderer.between(said, new, tools).tolist()
-            said += new
+            ids += renderer.between(messages, new, tools).tolist()
+            messages += new
     kwargs = kwargs if name == "qwen3" and role == "tool" else {}
-    whole = tokenizer.apply_chat_template(said, tools=tools, tokenize=False, **kwargs)
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
     if case == "qwen3_users":
         # Earlier turns do not repeat the empty thinking that the generation prompt has; sampled tokens stay.
-        whole, ids_text = whole.replace("<think>\n\n</think>\n\n", ""), tokenizer.decode(ids)
-        assert ids_text.replace("<think>\n\n</think>\n\n", "") == whole.rstrip("\n")
+        text, ids_text = text.replace("<think>\n\n</think>\n\n", ""), tokenizer.decode(ids)
+        assert ids_text.replace("<think>\n\n</think>\n\n", "") == text.rstrip("\n")
         return
-    expected = encoded(tokenizer, whole)
+    expected = encoded(tokenizer, text)
     assert ids == expected[: len(ids)]
     assert not tokenizer.decode(expected[len(ids) :]).strip()
 
 
 def test_a_tool_that_may_only_answer_a_call() -> None:
-    """The template refuses the student's call as text; what follows a call, its own end included, is between."""
+    """Bug: the call is rendered as text, which the template rejects."""
     tokenizer = talking("strict")
     renderer = ConversationRenderer(tokenizer)
     call = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}
     answer = [{"role": "tool", "content": "noon"}]
     for calls in ([call], [{"type": "malformed", "text": "{", "error": "no JSON"}]):
-        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "{…", "tool_calls": calls}]
-        between = renderer.between(said, answer, [TOOL])
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "{…", "tool_calls": calls}]
+        between = renderer.between(messages, answer, [TOOL])
         assert tokenizer.decode(between) == "[tool]\nnoon<|eot_id|>[assistant]\n"
 
 
 def test_special_tokens_in_an_answer_do_not_end_the_turn() -> None:
     renderer = ConversationRenderer(talking("without_ends"))
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "hm"}]
-    between = renderer.between(said, [{"role": "user", "content": "a<|im_end|>b\U000f0000"}], None)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "hm"}]
+    between = renderer.between(messages, [{"role": "user", "content": "a<|im_end|>b\U000f0000"}], None)
     assert talking("without_ends").decode(between) == "\nuser: a<|im_end|>b\U000f0000\nassistant: "
 
 
 @pytest.mark.tokenizers
 def test_template_variables_and_tools_reach_the_prompt() -> None:
     tokenizer = real_tokenizer("qwen3")
-    thoughtless = ConversationRenderer(tokenizer, {"enable_thinking": False})
-    text = tokenizer.decode(thoughtless.prompt_ids(asking("Hi", tools=[TOOL])))
+    renderer = ConversationRenderer(tokenizer, {"enable_thinking": False})
+    text = tokenizer.decode(renderer.prompt_ids(asking("Hi", tools=[TOOL])))
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert '"name": "clock"' in text
-    assert thoughtless.shows_tools([TOOL])
+    assert renderer.shows_tools([TOOL])
     assert not ConversationRenderer(real_tokenizer("llama3_1")).shows_tools([TOOL])
 
 
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "tagged"])
-def test_a_dataset_response_is_what_the_template_writes(name: str) -> None:
+def test_a_dataset_response_equals_the_templates(name: str) -> None:
     tokenizer = tokenizer_of(name)
     prompt = asking("Hi", response="The fox.")
     continued = ConversationRenderer(tokenizer).continued(prompt)
@@ -99,18 +99,18 @@ def test_a_dataset_response_is_what_the_template_writes(name: str) -> None:
         tokenizer, tokenizer.apply_chat_template(messages, tokenize=False).rstrip()
     )
     assert continued.ids[: continued.start].tolist() == ConversationRenderer(tokenizer).prompt_ids(prompt).tolist()
-    said = tokenizer.decode(continued.ids[continued.start :])
-    assert said == "<think>\n\n</think>\n\n" * (name == "qwen3") + "The fox." + END[name]
+    text = tokenizer.decode(continued.ids[continued.start :])
+    assert text == "<think>\n\n</think>\n\n" * (name == "qwen3") + "The fox." + END[name]
     assert continued.is_ended
 
 
-def test_what_a_template_refuses_names_the_row() -> None:
+def test_a_templates_refusal_names_the_row() -> None:
     renderer = ConversationRenderer(talking("alternating"))
     with pytest.raises(DataError, match=r"prompt 5 .* refuses it: .*alternate"):
         renderer.prompt_ids(Prompt(5, [{"role": "user", "content": "a"}] * 2))
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(RolloutError, match=r"\(role tool\) after 2 messages: .*alternate"):
-        renderer.between(said, [{"role": "tool", "content": "c"}], None)
+        renderer.between(messages, [{"role": "tool", "content": "c"}], None)
     with pytest.raises(DataError, match=r"prompt 3 .* no response"):
         renderer.continued(asking("a"))
     with pytest.raises(AlignmentError, match="no chat template"):

@@ -1,4 +1,4 @@
-"""Environments that are loaded by name, and those that do not do their part."""
+"""Environments that are loaded by name, and faulty environments."""
 
 import math
 import sys
@@ -26,7 +26,7 @@ PROMPT = Prompt(11, [{"role": "user", "content": "?"}])
 
 
 class Echo:
-    """Answers whatever it was made with, once as the opening and once as the step."""
+    """An environment that returns the given opening and step."""
 
     def __init__(self, opening: Any = (), step: Any = None) -> None:
         self.opening, self.answer = opening, step
@@ -40,24 +40,24 @@ class Echo:
         return self.answer
 
 
-def test_a_limit_that_no_clock_counts_to_is_refused() -> None:
+def test_a_limit_beyond_a_year_is_refused() -> None:
     with pytest.raises(ValidationError, match="less than or equal to 31536000"):
         CalculatorEnvironment(call_timeout_s=1e12)
 
 
 def test_environments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working folder is looked in, as with `python -m`."""
+    """Bug: modules in the working folder are not found, unlike with `python -m`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_leaving_world.py").write_text("import sys\nsys.exit(0)\n")
-    (tmp_path / "my_own_world.py").write_text("from tests.rollout.test_environment import Echo as World\nx = 3\n")
-    assert build_environment(FunctionEnvironment(type="function", function="my_own_world:World")).make is Echo
+    (tmp_path / "my_exiting_world.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "my_world.py").write_text("from tests.rollout.test_environment import Echo as World\nx = 3\n")
+    assert build_environment(FunctionEnvironment(type="function", function="my_world:World")).make is Echo
     assert build_environment(CalculatorEnvironment(type="calculator")).make is Calculator
     for reference, reason in (
-        ("my_own_world:Nothing", "cannot be imported .AttributeError"),
+        ("my_world:Nothing", "cannot be imported .AttributeError"),
         ("no_such_world:World", r"imported \(ModuleNotFoundError: No module named 'no_such_world'\); give"),
-        ("my_leaving_world:World", "cannot be imported .SystemExit: 0"),
-        ("my_own_world:x", "it is a int"),
+        ("my_exiting_world:World", "cannot be imported .SystemExit: 0"),
+        ("my_world:x", "it is a int"),
         ("pathlib:Path", "without reset and step"),
     ):
         with pytest.raises(ConfigError, match=f"environment.function={reference}: .*{reason}"):
@@ -86,26 +86,26 @@ def test_every_type_of_environment_can_be_built() -> None:
     ],
 )
 def test_a_failing_step_names_environment_prompt_and_turn(step: Any, reason: str) -> None:
-    played = CheckedEnvironment(
+    environment = CheckedEnvironment(
         lambda: Echo(step=EnvironmentStep([{"role": "user", "content": "go on"}], done=False)), 11, 60
     )
-    played.step([])
-    played._environment.answer = step  # type: ignore[attr-defined]
+    environment.step([])
+    environment._environment.answer = step  # type: ignore[attr-defined]
     with pytest.raises(RolloutError, match=f"prompt 11, turn 2: .*{reason}"):
-        played.step([])
+        environment.step([])
 
 
-def test_failing_before_the_first_turn() -> None:
+def test_a_failure_before_the_first_turn_names_environment_and_prompt() -> None:
     with pytest.raises(RolloutError, match="environment Mute, prompt 11, before the first turn: it returned 3"):
         CheckedEnvironment(Mute, 11, 60).reset(PROMPT)
     with pytest.raises(RolloutError, match="prompt 11, before the first turn: making it raised ZeroDivisionError"):
         CheckedEnvironment(lambda: 1 / 0, 11, 60)  # type: ignore[arg-type, return-value]
 
 
-def test_one_that_does_not_answer() -> None:
-    played = CheckedEnvironment(Waiting, 11, 0.1)
+def test_an_environment_that_does_not_return_has_a_limit() -> None:
+    environment = CheckedEnvironment(Waiting, 11, 0.1)
     with pytest.raises(RolloutError, match=r"turn 1: step did not return in 0.1 s \(environment.call_timeout_s\)$"):
-        played.step([])
+        environment.step([])
 
 
 class Waiting(Echo):

@@ -1,7 +1,8 @@
-"""transformers' generation as an engine: the contract, and what only this engine can do wrong."""
+"""transformers' generation as an engine: the contract, and tests of this engine alone."""
 
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from nemo_opd.errors import ConfigError, ModelError, RolloutError
 from nemo_opd.rollout.requests import BatchLimit, Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.transformers_engine import Sampler, end_ids, for_model
 from tests.models.families import VOCABULARY, model_of
-from tests.rollout.contract import EngineContract, Folders, Subject, requests, same, save_folders
+from tests.rollout.contract import EngineContract, Folders, Subject, make_requests, same, save_folders
 from tests.tokenizers_fixture import byte_level
 
 
@@ -40,17 +41,17 @@ def subject(folders: Folders) -> Iterator[Subject]:
 
 
 class TestHFEngine(EngineContract):
-    """With a head that is wider than the vocabulary, and fewer rows in a batch than are asked for."""
+    """The contract with a head wider than the vocabulary, and more requests than rows in a batch."""
 
 
 def sampler(model: PreTrainedModel, *, ends: tuple[int, ...] = (2,), batch_size: int = 16) -> Sampler:
     return Sampler(model, end_ids=ends, vocab_size=VOCABULARY, limit=BatchLimit(batch_size), device="cpu")
 
 
-def of_family(count: int, max_new_tokens: int = 12) -> list[Request]:
+def small_vocabulary_requests(count: int, max_new_tokens: int = 12) -> list[Request]:
     return [
-        Request(each.prompt_ids % VOCABULARY, max_new_tokens, each.seed)
-        for each in requests(count, max_new_tokens=max_new_tokens)
+        replace(request, prompt_ids=request.prompt_ids % VOCABULARY)
+        for request in make_requests(count, max_new_tokens=max_new_tokens)
     ]
 
 
@@ -64,71 +65,71 @@ READ_PADDING = {
 
 
 @pytest.mark.parametrize("family", READ_PADDING)
-def test_a_model_that_reads_padding_samples_prompts_of_different_lengths_rightly(family: str) -> None:
-    """Catches states that begin with the padding on the left of a shorter prompt, or that rows of a batch share."""
+def test_a_model_that_reads_padding_handles_prompts_of_different_lengths(family: str) -> None:
+    """Catches recurrent states that include a shorter prompt's left padding, or that rows of a batch share."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(READ_PADDING[family]).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     draw = np.random.default_rng(0)
     lengths = (20, 2, 9, 2, 20)
-    asked = [Request(draw.integers(3, 40, n).astype(np.int32), 5 + n % 3, seed) for seed, n in enumerate(lengths)]
+    requests = [Request(draw.integers(3, 40, n).astype(np.int32), 5 + n % 3, seed) for seed, n in enumerate(lengths)]
 
-    for request, made in zip(asked, sampler(model).generate(asked, Sampling()), strict=True):
-        ids = torch.from_numpy(np.concatenate([request.prompt_ids, made.ids]).astype(np.int64))
+    for request, completion in zip(requests, sampler(model).generate(requests, Sampling()), strict=True):
+        ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.ids]).astype(np.int64))
         with torch.no_grad():
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
         start = len(request.prompt_ids)
         expected = logits.log_softmax(-1)[start - 1 : -1].gather(1, ids[start:, None])[:, 0]
         # float32 rounding of logits of about 10, through three layers.
-        np.testing.assert_allclose(made.logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama, tied", "qwen3, norms of heads", "gemma3, two rotary embeddings"])
-def test_alone_and_in_batches_of_any_size_a_seed_gives_the_same(family: str) -> None:
-    """Padding on the left and sliding windows change nothing; nor does where a batch ends."""
-    model, asked = model_of(family), of_family(7)
-    alone = [sampler(model).generate([each], Sampling(), 3)[0] for each in asked]
+def test_a_seed_gives_the_same_sample_in_batches_of_any_size(family: str) -> None:
+    """Bug: left padding, sliding windows or the end of a batch change a sample."""
+    model, requests = model_of(family), small_vocabulary_requests(7)
+    alone = [sampler(model).generate([request], Sampling(), 3)[0] for request in requests]
 
     for batch_size in (2, 16):
-        made = sampler(model, batch_size=batch_size).generate(asked, Sampling(), 3)
-        for left, right in zip(made, alone, strict=True):
-            np.testing.assert_array_equal(left.ids, right.ids)
+        completions = sampler(model, batch_size=batch_size).generate(requests, Sampling(), 3)
+        for completion, expected in zip(completions, alone, strict=True):
+            np.testing.assert_array_equal(completion.ids, expected.ids)
             # float32 rounding of logits of about 10, through two layers.
-            np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=1e-4)
+            np.testing.assert_allclose(completion.logprobs, expected.logprobs, rtol=0, atol=1e-4)
 
 
-def test_the_first_end_counts_where_padding_is_an_end_as_well() -> None:
-    """Id 0 pads what has ended; here it is sampled, too."""
-    model, asked = model_of("llama, tied"), of_family(12)
-    free = sampler(model, ends=()).generate(asked, Sampling(), 0)
+def test_the_first_end_counts_if_padding_is_also_an_end() -> None:
+    """Id 0 pads ended sequences, and is sampled here as well."""
+    model, requests = model_of("llama, tied"), small_vocabulary_requests(12)
+    free = sampler(model, ends=()).generate(requests, Sampling(), 0)
 
-    made = sampler(model, ends=(0, 5, 9)).generate(asked, Sampling(), 0)
+    completions = sampler(model, ends=(0, 5, 9)).generate(requests, Sampling(), 0)
 
-    assert {each.finish_reason for each in free} == {"length"}
-    assert any(0 in each.ids for each in made)
-    for cut, whole in zip(made, free, strict=True):
-        at = np.flatnonzero(np.isin(whole.ids, (0, 5, 9)))
-        length = at[0] + 1 if len(at) else len(whole.ids)
-        np.testing.assert_array_equal(cut.ids, whole.ids[:length])
+    assert {completion.finish_reason for completion in free} == {"length"}
+    assert any(0 in completion.ids for completion in completions)
+    for cut, full in zip(completions, free, strict=True):
+        at = np.flatnonzero(np.isin(full.ids, (0, 5, 9)))
+        length = at[0] + 1 if len(at) else len(full.ids)
+        np.testing.assert_array_equal(cut.ids, full.ids[:length])
         assert len(cut.logprobs) == length
 
 
-def test_an_end_in_the_prompt_ends_nothing() -> None:
+def test_an_end_in_the_prompt_does_not_end_the_sample() -> None:
     model = model_of("llama, tied")
-    asked = [Request(np.array([2, 5, 2], np.int32), 5, seed) for seed in range(3)]
+    requests = [Request(np.array([2, 5, 2], np.int32), 5, seed) for seed in range(3)]
 
-    made = sampler(model).generate(asked, Sampling(), 0)
+    completions = sampler(model).generate(requests, Sampling(), 0)
 
-    assert all(len(each.ids) == 5 or each.ids[-1] == 2 for each in made)
-    assert any(len(each.ids) > 1 for each in made)
+    assert all(len(completion.ids) == 5 or completion.ids[-1] == 2 for completion in completions)
+    assert any(len(completion.ids) > 1 for completion in completions)
 
 
-def test_nothing_that_comes_with_the_model_changes_how_it_samples() -> None:
-    """And it comes with the model again afterwards."""
+def test_the_models_generation_config_does_not_change_samples() -> None:
+    """Bugs: penalties or limits of the model's settings in samples; settings that are lost afterwards."""
     model: Any = model_of("llama, tied")
-    wanted = sampler(model).generate(of_family(6), Sampling(), 0)
-    of_model = GenerationConfig(
+    expected = sampler(model).generate(small_vocabulary_requests(6), Sampling(), 0)
+    settings = GenerationConfig(
         do_sample=True,
         temperature=0.1,
         top_p=0.2,
@@ -143,29 +144,31 @@ def test_nothing_that_comes_with_the_model_changes_how_it_samples() -> None:
         num_return_sequences=2,
         use_cache=False,
     )
-    model.generation_config = of_model
+    model.generation_config = settings
     model.config.use_cache = False
 
-    made = sampler(model).generate(of_family(6), Sampling(), 0)
+    completions = sampler(model).generate(small_vocabulary_requests(6), Sampling(), 0)
 
-    assert same(made, wanted)
-    assert model.generation_config is of_model
+    assert same(completions, expected)
+    assert model.generation_config is settings
 
 
 def test_samples_are_distributed_as_the_model_says() -> None:
-    """χ² of the first token over the model's own probabilities; its 99.9 % quantile for 40 degrees is 73.4."""
+    """χ² of the first token's counts against the model's probabilities; the 99.9 % quantile for 40 degrees is 73.4."""
     model: Any = model_of("llama, tied")
-    # Flat, so that every token is expected some twenty times at least.
+    # Flat, so that every token is expected at least 20 times.
     model.get_output_embeddings().weight.data *= 0.05
     prompt, count = np.array([5, 6, 7], np.int32), 4000
     with torch.no_grad():
         expected = model(torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1).numpy() * count
 
-    made = sampler(model, batch_size=1000).generate([Request(prompt, 1, seed) for seed in range(count)], Sampling(), 0)
+    completions = sampler(model, batch_size=1000).generate(
+        [Request(prompt, 1, seed) for seed in range(count)], Sampling(), 0
+    )
 
-    found = np.bincount([each.ids[0] for each in made], minlength=VOCABULARY)
+    counts = np.bincount([completion.ids[0] for completion in completions], minlength=VOCABULARY)
     assert expected.min() > 20
-    assert ((found - expected) ** 2 / expected).sum() < 73.4
+    assert ((counts - expected) ** 2 / expected).sum() < 73.4
 
 
 def test_logits_that_are_not_finite_are_reported() -> None:
@@ -173,24 +176,24 @@ def test_logits_that_are_not_finite_are_reported() -> None:
     model.get_output_embeddings().weight.data.fill_(torch.nan)
 
     with pytest.raises(RolloutError, match=r"not finite after \d+ tokens"):
-        sampler(model).generate(of_family(2), Sampling(), 0)
+        sampler(model).generate(small_vocabulary_requests(2), Sampling(), 0)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "new", "told"),
+    ("prompt", "new", "message"),
     [(60, 5, "make 65, and the model has 64"), (0, 5, "0 prompt"), (3, 0, "max_new_tokens=0")],
 )
-def test_requests_that_cannot_be_met_are_refused(prompt: int, new: int, told: str) -> None:
-    with pytest.raises(RolloutError, match=told):
+def test_impossible_requests_are_refused(prompt: int, new: int, message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
         sampler(model_of("llama, tied")).generate([Request(np.ones(prompt, np.int32), new, 0)], Sampling(), 0)
 
 
 def test_a_request_may_fill_the_models_positions() -> None:
-    made: list[Completion] = sampler(model_of("llama, tied"), ends=()).generate(
+    completions: list[Completion] = sampler(model_of("llama, tied"), ends=()).generate(
         [Request(np.ones(60, np.int32), 4, 0)], Sampling(), 0
     )
 
-    assert len(made[0].ids) == 4
+    assert len(completions[0].ids) == 4
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_a_request_may_fill_the_models_positions() -> None:
         ("demo:student", "cuda", ConfigError, "device=cuda: PyTorch sees no GPU"),
     ],
 )
-def test_what_is_not_there_is_refused(
+def test_a_missing_model_or_device_is_refused(
     model: str, device: str, error: type[Exception], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -215,12 +218,12 @@ def test_the_demo_student_is_found_by_its_name(tmp_path: Path) -> None:
     prompt = np.array(tokenizer.encode("The answer"), np.int32)
     spec = EngineSpec(len(tokenizer), frozenset(), "float32", tmp_path)
     with for_model(HFRollout(), spec, "demo:student", "cpu") as engine:
-        made = engine.generate([Request(prompt, 8, seed) for seed in range(3)], Sampling())
+        completions = engine.generate([Request(prompt, 8, seed) for seed in range(3)], Sampling())
 
-    assert [(len(each.ids), each.version) for each in made] == [(8, 0)] * 3
+    assert [(len(completion.ids), completion.version) for completion in completions] == [(8, 0)] * 3
 
 
-def test_ends_are_those_of_both_generation_configs_and_the_tokenizer(folders: Folders) -> None:
+def test_ends_come_from_both_generation_configs_and_the_tokenizer(folders: Folders) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folders.first)
 
     assert end_ids(tokenizer) == folders.end_ids
@@ -228,14 +231,14 @@ def test_ends_are_those_of_both_generation_configs_and_the_tokenizer(folders: Fo
     assert end_ids(tokenizer, GenerationConfig(eos_token_id=[7, 8])) == folders.end_ids | {7, 8}
 
 
-def test_what_the_chat_template_ends_turns_with_is_an_end() -> None:
-    """Also where the tokenizer's EOS is another, as that of base models is."""
+def test_the_chat_templates_end_of_turn_is_an_end() -> None:
+    """Bug: a base model, whose EOS is another token, never ends its turns."""
     tokenizer = copy(byte_level(eos="<|endoftext|>", extra=("<|im_start|>", "<|im_end|>")))
-    own = {tokenizer.eos_token_id}
-    assert end_ids(tokenizer) == own
+    eos = {tokenizer.eos_token_id}
+    assert end_ids(tokenizer) == eos
 
     tokenizer.chat_template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     )
 
-    assert end_ids(tokenizer) == own | {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert end_ids(tokenizer) == eos | {tokenizer.convert_tokens_to_ids("<|im_end|>")}

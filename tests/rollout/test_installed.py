@@ -1,4 +1,4 @@
-"""A server that cannot be started here is refused before anything is loaded."""
+"""Catches a server that is found missing only after models are loaded."""
 
 import shutil
 from typing import Literal
@@ -11,21 +11,20 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.extras import require_installed
 
 
-def test_what_is_there_passes() -> None:
+def test_installed_programs_pass() -> None:
     require_installed(None)
     require_installed(HFRollout())
     require_installed(ServerRollout(command=("python",)))
     require_installed(ServerRollout(program="sglang", url="http://localhost:8000"))
 
 
-def test_a_command_that_is_not_there() -> None:
+def test_a_missing_command_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.command=no/vllm: there is no such program; .*install_vllm\.sh"):
         require_installed(ServerRollout(command=("no/vllm", "serve")))
 
 
 @pytest.mark.parametrize("program", ["vllm", "sglang"])
-def test_a_program_that_is_not_there(program: Literal["vllm", "sglang"], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a server that is not installed is noticed after all models are loaded."""
+def test_a_missing_program_is_refused(program: Literal["vllm", "sglang"], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}")
     monkeypatch.setattr(extras, "find_spec", lambda name: name)
     require_installed(ServerRollout(program=program))
@@ -39,7 +38,7 @@ def test_a_program_that_is_not_there(program: Literal["vllm", "sglang"], monkeyp
 @pytest.mark.parametrize(
     "url", ["localhost:8000", "http://127.0.0.1:99999", "http://h:x", "http://", "ftp://h", "[::1"]
 )
-def test_an_address_that_is_none(url: str) -> None:
-    """Bug: a traceback of the HTTP library once the models were loaded."""
+def test_an_invalid_address_is_refused(url: str) -> None:
+    """Bug: a traceback of the HTTP library after the models are loaded."""
     with pytest.raises(ValueError, match="it is not an address of a server"):
         ServerRollout(url=url)

@@ -1,4 +1,4 @@
-"""Tokens are those that the distribution asks for, and log-probabilities those of the raw one."""
+"""Sampling by the inverse CDF: frequencies of tokens, and raw and behaviour log-probabilities."""
 
 import numpy as np
 import pytest
@@ -12,18 +12,18 @@ from nemo_opd.rollout.transformers_engine import InverseCDF, inverse_cdf, unifor
 VOCABULARY, COLUMNS = 37, 40
 IDS = torch.zeros(1, 1, dtype=torch.int64)
 SCANNED = 20_000
-"""Numbers at even distances: a token gets its probability's share of them, but for one at either end."""
+"""Evenly spaced numbers: a token gets its probability's share of them, plus or minus one."""
 
 
 def logits(seed: int = 0) -> Tensor:
-    """[1, COLUMNS]; those beyond the vocabulary are the largest."""
+    """Return logits [1, COLUMNS]; columns beyond the vocabulary are the largest."""
     scores = 2 * torch.randn(1, COLUMNS, generator=torch.Generator().manual_seed(seed))
     scores[:, VOCABULARY:] = 50.0
     return scores
 
 
 def shares(sampling: Sampling, scores: Tensor) -> Tensor:
-    """[COLUMNS]: how often each token is taken as the number runs from 0 to 1."""
+    """Return the share of numbers from 0 to 1 that select each token: [COLUMNS]."""
     numbers = (torch.arange(SCANNED, dtype=torch.float64) + 0.5) / SCANNED
     processor = InverseCDF(sampling, numbers[:, None], VOCABULARY)
     tokens = processor(IDS, scores.expand(SCANNED, -1)).argmax(-1)
@@ -35,26 +35,26 @@ def shares(sampling: Sampling, scores: Tensor) -> Tensor:
     [Sampling(), Sampling(0.5), Sampling(2.0), Sampling(0.7, 0.6), Sampling(1.3, 1.0, 5), Sampling(0.9, 0.8, 9)],
     ids=str,
 )
-def test_tokens_are_taken_as_often_as_transformers_own_warpers_say(sampling: Sampling) -> None:
-    """In transformers' order; both cuts at once are not the same in another."""
+def test_tokens_are_as_frequent_as_with_transformers_warpers(sampling: Sampling) -> None:
+    """Bug: top-k and top-p in another order than transformers'."""
     warped = logits()[:, :VOCABULARY]
     warped = TemperatureLogitsWarper(float(sampling.temperature))(IDS, warped)
     if sampling.top_k is not None:
         warped = TopKLogitsWarper(sampling.top_k)(IDS, warped)
     warped = TopPLogitsWarper(sampling.top_p)(IDS, warped)
-    wanted = torch.zeros(COLUMNS).index_put((torch.arange(VOCABULARY),), warped.softmax(-1)[0])
+    expected = torch.zeros(COLUMNS).index_put((torch.arange(VOCABULARY),), warped.softmax(-1)[0])
 
-    found = shares(sampling, logits())
+    actual = shares(sampling, logits())
 
-    assert (found - wanted).abs().max() <= 1.01 / SCANNED
-    assert not found[wanted == 0].any()
+    assert (actual - expected).abs().max() <= 1.01 / SCANNED
+    assert not actual[expected == 0].any()
 
 
 def test_zero_temperature_takes_the_likeliest_token() -> None:
-    found = shares(Sampling(0.0, 0.3, 2), logits())
+    actual = shares(Sampling(0.0, 0.3, 2), logits())
 
-    assert found.argmax() == logits()[0, :VOCABULARY].argmax()
-    assert found.max() == 1
+    assert actual.argmax() == logits()[0, :VOCABULARY].argmax()
+    assert actual.max() == 1
 
 
 def test_log_probabilities_are_of_the_raw_distribution() -> None:
@@ -68,8 +68,8 @@ def test_log_probabilities_are_of_the_raw_distribution() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.5), Sampling(0.7, 0.6), Sampling(1.3, 1.0, 5), Sampling(0.0)], ids=str)
-def test_log_probabilities_of_the_behaviour_are_how_often_tokens_are_taken(sampling: Sampling) -> None:
-    """Bugs: those of the raw distribution, or before it is cut."""
+def test_behaviour_log_probabilities_equal_frequencies(sampling: Sampling) -> None:
+    """Bugs: log-probabilities of the raw distribution, or before top-k and top-p."""
     numbers = (torch.arange(SCANNED, dtype=torch.float64) + 0.5) / SCANNED
     processor = InverseCDF(sampling, numbers[:, None], VOCABULARY)
     tokens = processor(IDS, logits().expand(SCANNED, -1)).argmax(-1)
@@ -88,7 +88,7 @@ def test_without_warping_both_are_the_same_numbers() -> None:
 
 
 def test_no_number_takes_a_token_of_probability_zero() -> None:
-    """At both ends of the range, and where the sum of probabilities is not 1 by rounding."""
+    """Bug: a token without probability at either end of the range, as the sum is not 1 because of rounding."""
     probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.7 - 1e-4, 0.0]])
     last = np.nextafter(1.0, 0.0)
 
@@ -97,18 +97,18 @@ def test_no_number_takes_a_token_of_probability_zero() -> None:
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_found() -> None:
-    """Each of 2^17 equal stretches is hit by the number in its middle, which sums in 32 bits would miss."""
+    """Bug: sums in 32 bits, which miss the middle of each of 2^17 equal probabilities."""
     size = 2**17
     probabilities = torch.full((1, size), 1 / size)
-    wanted = torch.arange(0, size, 997)
+    expected = torch.arange(0, size, 997)
 
-    found = [inverse_cdf(probabilities, (token.double()[None] + 0.5) / size).item() for token in wanted[:20]]
+    tokens = [inverse_cdf(probabilities, (token.double()[None] + 0.5) / size).item() for token in expected[:20]]
 
-    assert found == wanted[:20].tolist()
+    assert tokens == expected[:20].tolist()
 
 
 def test_numbers_depend_on_the_seed_alone() -> None:
-    """Not on how many are drawn, nor on what else is: a longer request starts as a shorter one."""
+    """Bug: numbers that depend on the request's length or on other requests in the batch."""
     together = uniforms([1, 2, 2**63 - 1], 6)
 
     assert together.shape == (3, 6)
@@ -118,10 +118,7 @@ def test_numbers_depend_on_the_seed_alone() -> None:
 
 
 def test_numbers_are_evenly_distributed_over_seeds() -> None:
-    """Seeds that follow one another, as they may, have first numbers with nothing in common: χ² over 20 cells.
-
-    Its 99.9 % quantile for 19 degrees of freedom is 43.8.
-    """
+    """Bug: first numbers of consecutive seeds are correlated. The 99.9 % quantile of χ² for 19 degrees is 43.8."""
     counts = np.histogram(uniforms(range(4000), 1), 20, (0, 1))[0]
 
     assert ((counts - 200) ** 2 / 200).sum() < 43.8

@@ -1,4 +1,4 @@
-"""Prompts that are texts: their tokens, what was sampled as text, and what is dropped."""
+"""Text prompts: their tokens, sampled tokens as text, and dropped prompts."""
 
 from typing import Any
 
@@ -30,19 +30,19 @@ def test_prompts_have_default_specials_but_no_end(single: str) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece(), sentencepiece(dummy_prefix=True), llama_class()])
-def test_a_dataset_continuation_is_the_text_as_one(tokenizer: Any) -> None:
-    """Catches a dummy space before the continuation, and tokens of the prompt that are learned."""
+def test_a_dataset_continuation_is_tokenized_with_its_prompt(tokenizer: Any) -> None:
+    """Catches a dummy space before the continuation, and prompt tokens that are learned."""
     renderer = TextRenderer(tokenizer)
     prompt = Prompt(0, "The quick", response=" brown fox 123")
     continued = renderer.continued(prompt)
-    whole = [i for i in tokenizer("The quick brown fox 123")["input_ids"] if i != tokenizer.eos_token_id]
-    assert continued.ids.tolist() == [*whole, tokenizer.eos_token_id]
+    expected = [i for i in tokenizer("The quick brown fox 123")["input_ids"] if i != tokenizer.eos_token_id]
+    assert continued.ids.tolist() == [*expected, tokenizer.eos_token_id]
     assert renderer.text(continued.ids[continued.start : -1]) == " brown fox 123"
     assert continued.is_ended
 
 
 def test_the_text_of_a_turn_is_exact() -> None:
-    """No space is stripped or added, bytes that are no character become U+FFFD, special tokens nothing."""
+    """Bugs: a stripped or added space, an error for a part of a character, special tokens in the text."""
     renderer = TextRenderer(byte_level())
     ids = encoded(byte_level(), "  the fox 東京 ")
     assert renderer.text(np.array(ids)) == "  the fox 東京 "
@@ -52,18 +52,18 @@ def test_the_text_of_a_turn_is_exact() -> None:
     assert renderer.text(np.array([first_byte, byte_level().eos_token_id, *encoded(byte_level(), "a")])) == "\ufffda"
 
 
-def test_long_prompts_are_dropped_whole() -> None:
+def test_long_prompts_are_dropped() -> None:
     renderer = TextRenderer(byte_level())
     prompts = [Prompt(i, "the fox " * i) for i in (1, 9, 2, 30)]
     limit = len(renderer.prompt_ids(prompts[2]))
-    kept = drop_long(prompts, renderer, limit, key="data.train", way_out="do")
-    assert [prompt.index for prompt in kept] == [1, 2]
+    remaining = drop_long(prompts, renderer, limit, key="data.train", way_out="do")
+    assert [prompt.index for prompt in remaining] == [1, 2]
     assert drop_long(prompts, renderer, None, key="data.train", way_out="do") == tuple(prompts)
     with pytest.raises(DataError, match=r"^data: none of 1 prompts has 2 tokens or less; the shortest has \d+; do$"):
         drop_long(prompts[1:2], renderer, 2, key="data", way_out="do")
 
 
-def test_what_cannot_be_asked_is_refused() -> None:
+def test_invalid_prompts_are_refused() -> None:
     renderer = TextRenderer(byte_level())
     with pytest.raises(DataError, match=r"prompt 4 .* has no tokens"):
         renderer.prompt_ids(Prompt(4, ""))

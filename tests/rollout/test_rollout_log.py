@@ -1,4 +1,4 @@
-"""rollouts.jsonl: everything of a rollout, files of limited size, and nothing of steps that a run makes again."""
+"""rollouts.jsonl: complete rollouts, files of limited size, and no rollouts of steps that a resumed run repeats."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ import pytest
 from nemo_opd.config.run_fields import RolloutFiles
 from nemo_opd.errors import DataError
 from nemo_opd.rollout.collect import RolloutLog
-from tests.rollout.test_collect import made
+from tests.rollout.test_collect import rollout_of
 
 ONE_BYTE = 1e-6
 
@@ -20,10 +20,10 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_rollout_is_written_whole(tmp_path: Path) -> None:
+def test_a_rollout_is_written_completely(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path, RolloutFiles(every=2))
     logprobs = np.array([0.0, 0.0, -0.123456789, -np.inf], np.float32)
-    rollout = replace(made([5, 6, 7, 8], [(2, 4)], responses=("\ud83d x",)), logprobs=logprobs)
+    rollout = replace(rollout_of([5, 6, 7, 8], [(2, 4)], responses=("\ud83d x",)), logprobs=logprobs)
     assert [step for step in range(1, 5) if log.is_due(step)] == [2, 4]
     log.write(2, [rollout, rollout], [1.0, float("nan")])
     first, second = lines(tmp_path / "rollouts.jsonl")
@@ -38,15 +38,15 @@ def test_full_files_are_renamed_and_the_oldest_removed(tmp_path: Path) -> None:
     """Bug: names sorted as text, so that step 10 is older than step 9."""
     log = RolloutLog(tmp_path, RolloutFiles(every=1, file_mb=ONE_BYTE, keep_files=2))
     for step in (8, 9, 10):
-        log.write(step, [made([1, 2], [(1, 2)])], [])
+        log.write(step, [rollout_of([1, 2], [(1, 2)])], [])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rollouts.10.jsonl", "rollouts.9.jsonl"]
 
 
 def test_later_steps_are_dropped(tmp_path: Path) -> None:
-    """Bugs: a renamed file that keeps the steps after the checkpoint, a torn line that stops a run, a step that is made
-    again and whose file replaces that of earlier steps.
+    """Bugs: a renamed file keeps steps after the checkpoint; a torn line stops a run; a repeated step's file replaces
+    an earlier step's.
     """
-    rollout = made([1, 2], [(1, 2)])
+    rollout = rollout_of([1, 2], [(1, 2)])
     log = RolloutLog(tmp_path, RolloutFiles(every=1))
     for step in (1, 2):
         log.write(step, [rollout], [])

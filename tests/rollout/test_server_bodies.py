@@ -1,4 +1,4 @@
-"""Answers that are too long, too slow or of another form end in one line and in time."""
+"""Answers that are too long, too slow or malformed are one-line errors, in time."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ LONG_S = 60.0
 
 @contextmanager
 def server(answer: Answers) -> Iterator[str]:
-    """An address where whatever is asked is answered so, byte by byte."""
+    """Yield the address of a server that sends the bytes of `answer` to every request."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -33,11 +33,11 @@ def server(answer: Answers) -> Iterator[str]:
                     connection, _ = listener.accept()
                 except OSError:
                     return
-                threading.Thread(target=one, args=(connection,), daemon=True).start()
+                threading.Thread(target=respond, args=(connection,), daemon=True).start()
 
-        def one(connection: socket.socket) -> None:
+        def respond(connection: socket.socket) -> None:
             with connection, suppress(OSError):
-                receive_whole(connection)
+                receive_request(connection)
                 answer(connection)
 
         threading.Thread(target=serve, daemon=True).start()
@@ -45,22 +45,22 @@ def server(answer: Answers) -> Iterator[str]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def receive_whole(connection: socket.socket) -> None:
-    """Read a request to its end: a connection that is closed before may lose its answer."""
+def receive_request(connection: socket.socket) -> None:
+    """Read a request to its end, since closing the connection earlier may lose its answer."""
     with connection.makefile("rb") as request:
         request.readline()
         headers = parse_headers(request)
         request.read(int(headers.get("Content-Length", 0)))
 
 
-def says(content: str | bytes, *headers: bytes) -> Answers:
+def sends(content: str | bytes, *headers: bytes) -> Answers:
     data = content.encode() if isinstance(content, str) else content
     head = b"".join((HEAD, *headers, b"Content-Length: %d\r\n\r\n" % len(data)))
     return lambda connection: connection.sendall(head + data)
 
 
 def drips(start: bytes) -> Answers:
-    """Sends a byte now and then, for ever."""
+    """Return an answer that sends a byte every 20 ms without end."""
     ended = threading.Event()
 
     def answer(connection: socket.socket) -> None:
@@ -72,8 +72,8 @@ def drips(start: bytes) -> Answers:
 
 
 def choice(**changes: object) -> str:
-    whole = {"token_ids": [5, 2], "finish_reason": "stop", "logprobs": {"token_logprobs": [-0.1, -0.2]}}
-    return json.dumps({"model": "m", "choices": [whole | changes]})
+    fields = {"token_ids": [5, 2], "finish_reason": "stop", "logprobs": {"token_logprobs": [-0.1, -0.2]}}
+    return json.dumps({"model": "m", "choices": [fields | changes]})
 
 
 EXPECTED = RequestContext("m", frozenset({2}), 100, 100)
@@ -85,10 +85,10 @@ def completed(answer: Answers, timeout_s: float = LONG_S) -> Completion:
         client: Client[Completion] = Client(
             urls=[url + "/v1/completions"], concurrency=1, timeout_s=timeout_s, retries=0, trust_env=False
         )
-        (found,) = client.complete(
+        (completion,) = client.complete(
             [{}], lambda _, reply: EXPECTED.completion(request, VLLM().answer(reply), 0), lambda: None
         )
-    return found
+    return completion
 
 
 def refusal(answer: Answers, timeout_s: float = LONG_S) -> str:
@@ -105,8 +105,8 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_opd.rollout.server.client.MAX_BYTES", 1 << 20)
 
 
-def test_what_is_as_expected() -> None:
-    assert completed(says(choice())).ids.tolist() == [5, 2]
+def test_a_valid_answer() -> None:
+    assert completed(sends(choice())).ids.tolist() == [5, 2]
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,14 @@ def test_what_is_as_expected() -> None:
     ],
     ids=["deep list", "deep object", "long number", "lines", "log-probability", "token", "cut"],
 )
-def test_an_answer_of_another_form(content: str, reason: str) -> None:
-    assert reason in refusal(says(content))
+def test_a_malformed_answer(content: str, reason: str) -> None:
+    assert reason in refusal(sends(content))
 
 
 @pytest.mark.usefixtures("small_limit")
 @pytest.mark.parametrize("status", [200, 500])
 def test_an_answer_that_is_too_long_is_not_read_to_its_end(status: int) -> None:
-    """Bug: what a server sends decides how much memory the run takes."""
+    """Bug: the server's answer determines the run's memory."""
     endless = HEAD.replace(b"200 OK", b"%d OK" % status) + b"\r\n"
 
     def answer(connection: socket.socket) -> None:
@@ -141,16 +141,16 @@ def test_an_answer_that_is_too_long_is_not_read_to_its_end(status: int) -> None:
 
 
 @pytest.mark.usefixtures("small_limit")
-def test_a_packed_answer_is_measured_unpacked() -> None:
+def test_the_size_limit_applies_to_decompressed_answers() -> None:
     packed = gzip.compress(b" " * (1 << 24))
-    assert "its answer is longer than 1 MiB" in refusal(says(packed, b"Content-Encoding: gzip\r\n"))
+    assert "its answer is longer than 1 MiB" in refusal(sends(packed, b"Content-Encoding: gzip\r\n"))
 
 
 @pytest.mark.parametrize(
     "start", [b"HTTP/1.1 200 OK\r\nX: ", HEAD + b"Content-Length: 100000\r\n\r\n"], ids=["head", "body"]
 )
-def test_an_answer_that_trickles_in_has_a_limit_in_all(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a limit for each part of an answer is none for an answer of many parts."""
+def test_a_slow_answer_has_a_total_limit(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a limit for each part does not limit an answer of many parts."""
     assert "no answer in 0.2 s (rollout.request_timeout_s)" in refusal(drips(start), 0.2)
     monkeypatch.setattr("nemo_opd.rollout.server.client.HEALTH_S", 0.2)
     with server(drips(start)) as url:
@@ -161,13 +161,13 @@ def test_an_answer_that_trickles_in_has_a_limit_in_all(start: bytes, monkeypatch
 
 
 @pytest.mark.parametrize("content", ["[]", "hi", "[" * 200_000, '{"data": 3}', '{"data": [3]}', '{"data": [{}]}', ""])
-def test_a_list_of_models_that_is_none(content: str) -> None:
-    with server(says(content)) as url, pytest.raises(RolloutError, match="/v1/models does not list models"):
+def test_a_malformed_list_of_models(content: str) -> None:
+    with server(sends(content)) as url, pytest.raises(RolloutError, match="/v1/models does not list models"):
         openai_models(Http(url, timeout_s=LONG_S, trust_env=False))
 
 
-@pytest.mark.parametrize("answer", [says(b"\0" * 99), says("x", b"Content-Encoding: gzip\r\n"), lambda _: None])
-def test_what_is_no_http_or_damaged(answer: Answers) -> None:
+@pytest.mark.parametrize("answer", [sends(b"\0" * 99), sends("x", b"Content-Encoding: gzip\r\n"), lambda _: None])
+def test_an_answer_that_is_not_http_or_is_damaged(answer: Answers) -> None:
     with server(answer) as url:
         calls = Http(url, timeout_s=LONG_S, trust_env=False)
         calls.is_healthy()

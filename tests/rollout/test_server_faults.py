@@ -1,4 +1,4 @@
-"""A server that does not do its part: each fault is one clear error or a counted retry, in time."""
+"""Faults of a server: each is one clear error or a counted retry, in time."""
 
 import math
 import threading
@@ -19,7 +19,7 @@ from nemo_opd.rollout.server import client
 from nemo_opd.rollout.server.client import RequestContext, UnusableError
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.sglang import SGLang
-from tests.rollout.fake_server import LOGPROB, Json, Says, fake_server, fine, sglang_says
+from tests.rollout.fake_server import LOGPROB, Json, Responder, fake_server, fine, sglang_says
 from tests.tiny import Tiny
 
 
@@ -32,7 +32,7 @@ VOCAB = 64
 END = 60
 
 
-def asked(count: int = 3, max_new_tokens: int = 4) -> list[Request]:
+def make_requests(count: int = 3, max_new_tokens: int = 4) -> list[Request]:
     return [Request(np.array([seed, 2, 3], np.int32), max_new_tokens, seed) for seed in range(count)]
 
 
@@ -46,12 +46,12 @@ def engine_of(
     )
 
 
-def after_the_probe(says: Says) -> Says:
-    """What is asked for one token gets it."""
-    return lambda body: fine(body) if body["max_tokens"] == 1 else says(body)
+def after_the_probe(respond: Responder) -> Responder:
+    """Answer requests for one token as usual."""
+    return lambda body: fine(body) if body["max_tokens"] == 1 else respond(body)
 
 
-def changed(**changes: Any) -> Says:
+def changed(**changes: Any) -> Responder:
     return lambda body: fine(body, **changes)
 
 
@@ -60,32 +60,30 @@ def logprobs(*values: float) -> Json:
 
 
 def test_completions_are_in_the_requests_order(tmp_path: Path) -> None:
-    """The later ones are answered first."""
+    """The server answers later requests first."""
 
-    def says(body: Json) -> tuple[int, Json]:
+    def respond(body: Json) -> tuple[int, Json]:
         time.sleep(0.1 / (1 + body["prompt"][0]))
         return fine(body)
 
-    with fake_server(says) as (url, _), engine_of(url, tmp_path, concurrency=4) as engine:
-        made = engine.generate(asked(8), Sampling())
+    with fake_server(respond) as (url, _), engine_of(url, tmp_path, concurrency=4) as engine:
+        completions = engine.generate(make_requests(8), Sampling())
 
-    assert [each.ids.tolist() for each in made] == [[seed + 1] * 4 for seed in range(8)]
-    assert all(each.logprobs.tolist() == [LOGPROB] * 4 for each in made)
-    assert {each.finish_reason for each in made} == {"length"}
+    assert [completion.ids.tolist() for completion in completions] == [[seed + 1] * 4 for seed in range(8)]
+    assert all(completion.logprobs.tolist() == [LOGPROB] * 4 for completion in completions)
+    assert {completion.finish_reason for completion in completions} == {"length"}
 
 
 def test_a_server_sleeps_between_samplings_and_wakes_for_new_weights(tmp_path: Path, tiny: Tiny) -> None:
-    """Bugs: weights that are written into memory which is given back; a server that is asked while it sleeps; calls
-    that are made twice.
-    """
+    """Bugs: weights written to released memory; requests to a sleeping server; repeated calls."""
     with fake_server() as (url, calls), engine_of(url, tmp_path, tiny.student, sleeps=True) as engine:
         calls.clear()
         engine.rest()
         engine.rest()
         engine.update_weights(tiny.student, 1)
-        engine.generate(asked(1), Sampling())
+        engine.generate(make_requests(1), Sampling())
         engine.rest()
-        engine.generate(asked(1), Sampling())
+        engine.generate(make_requests(1), Sampling())
 
     paths = [path for path, _ in calls]
     updates = ["/init_weight_transfer_engine", "/pause", "/start_weight_update"]
@@ -94,18 +92,18 @@ def test_a_server_sleeps_between_samplings_and_wakes_for_new_weights(tmp_path: P
     assert paths == ["/sleep?level=1", "/wake_up", *updates, sampled, "/sleep?level=1", "/wake_up", sampled]
 
 
-def test_a_server_that_does_not_sleep_is_left_awake(tmp_path: Path) -> None:
+def test_a_server_without_sleep_stays_awake(tmp_path: Path) -> None:
     with fake_server() as (url, calls), engine_of(url, tmp_path) as engine:
         calls.clear()
         engine.rest()
     assert calls == []
 
 
-def test_memory_that_a_server_cannot_take_back_is_named(tmp_path: Path) -> None:
+def test_a_server_that_cannot_wake_up_is_an_error(tmp_path: Path) -> None:
     with fake_server(refuses="/wake_up") as (url, _), engine_of(url, tmp_path, sleeps=True) as engine:
         engine.rest()
         with pytest.raises(RolloutError, match=r"cannot get its memory back: .*; lower rollout\.memory_share, or "):
-            engine.generate(asked(1), Sampling())
+            engine.generate(make_requests(1), Sampling())
 
 
 UNUSABLE = {
@@ -125,10 +123,10 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("reason", UNUSABLE)
-def test_an_unusable_answer_is_asked_for_again_and_then_an_error(reason: str, tmp_path: Path) -> None:
+def test_an_unusable_answer_is_retried_and_then_an_error(reason: str, tmp_path: Path) -> None:
     with fake_server(after_the_probe(UNUSABLE[reason])) as (url, calls), engine_of(url, tmp_path, retries=1) as engine:
         with pytest.raises(RolloutError, match=reason) as caught:
-            engine.generate(asked(1), Sampling())
+            engine.generate(make_requests(1), Sampling())
 
         assert engine.retried == 1
         assert len(calls) == 1 + 2
@@ -138,46 +136,46 @@ def test_an_unusable_answer_is_asked_for_again_and_then_an_error(reason: str, tm
     assert "rollout.retries=1" in str(caught.value)
 
 
-def test_what_fails_twice_and_then_works_is_counted(tmp_path: Path) -> None:
+def test_retries_that_succeed_are_counted(tmp_path: Path) -> None:
     tries: dict[int, int] = {}
 
-    def says(body: Json) -> tuple[int, Json]:
+    def respond(body: Json) -> tuple[int, Json]:
         tries[body["prompt"][0]] = tries.get(body["prompt"][0], 0) + 1
         return (500, {}) if body["prompt"][0] == 1 and tries[1] < 3 else fine(body)
 
-    with fake_server(after_the_probe(says)) as (url, _), engine_of(url, tmp_path) as engine:
-        made = engine.generate(asked(3), Sampling())
+    with fake_server(after_the_probe(respond)) as (url, _), engine_of(url, tmp_path) as engine:
+        completions = engine.generate(make_requests(3), Sampling())
 
         assert engine.retried == 2
-    assert [int(each.ids[0]) for each in made] == [1, 2, 3]
+    assert [int(completion.ids[0]) for completion in completions] == [1, 2, 3]
 
 
-def test_a_request_the_server_calls_wrong_is_not_sent_again(tmp_path: Path) -> None:
+def test_a_refused_request_is_not_retried(tmp_path: Path) -> None:
     with fake_server(after_the_probe(lambda body: (400, {"error": "too long"}))) as (url, _):
         with engine_of(url, tmp_path) as engine, pytest.raises(RolloutError, match=r"refused prompt 0: .*too long"):
-            engine.generate(asked(1), Sampling())
+            engine.generate(make_requests(1), Sampling())
 
         assert engine.retried == 0
 
 
-def test_a_server_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
-    given_up = threading.Event()
+def test_a_server_that_hangs_has_a_limit(tmp_path: Path) -> None:
+    ended = threading.Event()
 
-    def says(body: Json) -> tuple[int, Json]:
+    def respond(body: Json) -> tuple[int, Json]:
         if body["prompt"][0] == 1:
-            given_up.wait()
+            ended.wait()
         return fine(body)
 
     with (
-        fake_server(after_the_probe(says)) as (url, _),
+        fake_server(after_the_probe(respond)) as (url, _),
         engine_of(url, tmp_path, request_timeout_s=1, retries=1) as engine,
     ):
         with pytest.raises(RolloutError, match=r"prompt 1 .*no answer in 1 s \(rollout.request_timeout_s\)"):
-            engine.generate(asked(3), Sampling())
-        given_up.set()
+            engine.generate(make_requests(3), Sampling())
+        ended.set()
 
 
-def test_an_address_without_a_server(tmp_path: Path) -> None:
+def test_an_address_without_a_server_is_refused(tmp_path: Path) -> None:
     with fake_server() as (url, _):
         pass
 
@@ -198,8 +196,7 @@ def test_a_server_of_another_model_is_refused(tmp_path: Path) -> None:
         engine_of(url, tmp_path, model="org/other")
 
 
-def test_a_given_server_loads_the_students_weights_first(tiny: Tiny, tmp_path: Path) -> None:
-    """Whatever it was started with."""
+def test_an_external_server_loads_the_students_weights_first(tiny: Tiny, tmp_path: Path) -> None:
     with fake_server() as (url, calls), engine_of(url, tmp_path, model=tiny.student):
         loaded = [body["update_info"]["files"] for path, body in calls if path == "/update_weights"]
 
@@ -210,29 +207,29 @@ LOAD = [
     *("/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights"),
     *("/finish_weight_update", "/resume"),
 ]
-"""The files are looked at before anything changes; nothing is sampled, and so cached, between the weights."""
+"""The calls that load weights: sampling, which fills the cache, pauses between them."""
 
 
-def test_new_weights_wait_for_requests_under_way(tiny: Tiny, tmp_path: Path) -> None:
-    """Or what the old ones sampled would be called the new ones'."""
-    under_way = threading.Event()
+def test_new_weights_wait_for_requests_in_flight(tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: samples of the old weights have the new weights' version."""
+    in_flight = threading.Event()
 
-    def says(body: Json) -> tuple[int, Json]:
-        under_way.set()
+    def respond(body: Json) -> tuple[int, Json]:
+        in_flight.set()
         time.sleep(0.3)
         return fine(body)
 
-    with fake_server(after_the_probe(says)) as (url, calls), engine_of(url, tmp_path, model=tiny.student) as engine:
-        made: list[Any] = []
-        sampling = threading.Thread(target=lambda: made.extend(engine.generate(asked(2), Sampling())))
+    with fake_server(after_the_probe(respond)) as (url, calls), engine_of(url, tmp_path, model=tiny.student) as engine:
+        completions: list[Any] = []
+        sampling = threading.Thread(target=lambda: completions.extend(engine.generate(make_requests(2), Sampling())))
         sampling.start()
-        under_way.wait()
+        in_flight.wait()
         engine.update_weights(tiny.student, 5)
         sampling.join()
-        after = engine.generate(asked(1), Sampling())
+        after = engine.generate(make_requests(1), Sampling())
         order = [path for path, _ in calls]
 
-    assert {each.version for each in made} == {0}
+    assert {completion.version for completion in completions} == {0}
     assert after[0].version == engine.version == 5
     probe = sample = "/v1/completions"
     assert order == [*LOAD, probe, sample, sample, *LOAD, sample]
@@ -243,21 +240,21 @@ def test_weights_of_another_model_never_reach_the_server(tiny: Tiny, tmp_path: P
         with pytest.raises(RolloutError, match="another model than"):
             engine.update_weights(tiny.teacher_same, 1)
 
-        assert engine.generate(asked(1), Sampling())[0].version == 0
+        assert engine.generate(make_requests(1), Sampling())[0].version == 0
         assert [path for path, _ in calls].count("/init_weight_transfer_engine") == 1
 
 
-def test_after_weights_that_were_not_taken_there_are_none(tiny: Tiny, tmp_path: Path) -> None:
-    """Half of them may be there."""
+def test_an_engine_is_unusable_after_a_failed_update(tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: samples of a mixture of old and new weights."""
     with fake_server(refuses="/update_weights") as (url, _), engine_of(url, tmp_path) as engine:
         with pytest.raises(RolloutError, match=r"version 1 .*not loaded: .*/update_weights answered 500.*the fake"):
             engine.update_weights(tiny.student, 1)
 
         with pytest.raises(RolloutError, match="cannot be used any more: version 1"):
-            engine.generate(asked(1), Sampling())
+            engine.generate(make_requests(1), Sampling())
 
 
-def test_a_given_server_without_our_options_is_told_of_them(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_error_of_an_external_server_without_our_options_names_them(tiny: Tiny, tmp_path: Path) -> None:
     with (
         fake_server(refuses="/init_weight_transfer_engine") as (url, _),
         pytest.raises(
@@ -271,7 +268,7 @@ def held(folder: Path) -> HeldWeights:
     return HeldWeights(load_file(folder / "model.safetensors"))
 
 
-def test_weights_in_memory_are_named_by_their_path(tiny: Tiny, tmp_path: Path) -> None:
+def test_weights_in_memory_are_loaded_by_their_path(tiny: Tiny, tmp_path: Path) -> None:
     with fake_server() as (url, calls), engine_of(url, tmp_path, model=tiny.student) as engine:
         calls.clear()
         weights = held(tiny.student)
@@ -283,21 +280,21 @@ def test_weights_in_memory_are_named_by_their_path(tiny: Tiny, tmp_path: Path) -
         bodies = dict(calls)
         assert bodies["/update_weights"] == {"update_info": {"files": [weights.file.path]}}
         assert bodies["/finish_weight_update"] == {"weight_version": "5"}
-        assert engine.generate(asked(1), Sampling())[0].version == engine.version == 5
+        assert engine.generate(make_requests(1), Sampling())[0].version == engine.version == 5
 
 
-def test_memory_that_is_not_there_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
-    """As on another machine, where another file may have the same path."""
+def test_missing_memory_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: a server on another machine, which may have another file at the same path, loses its weights."""
     with fake_server() as (url, calls), engine_of(url, tmp_path, model=tiny.student) as engine:
         calls.clear()
         weights = held(tiny.student)
         weights.close()
-        with (tiny.student / "model.safetensors").open("rb") as other:
+        with (tiny.student / "model.safetensors").open("rb") as file:
             assert not engine.update_from_memory(weights.file, 1)
-            assert not engine.update_from_memory(replace(weights.file, number=other.fileno()), 1)
+            assert not engine.update_from_memory(replace(weights.file, number=file.fileno()), 1)
 
         assert calls == []
-        assert engine.generate(asked(1), Sampling())[0].version == 0
+        assert engine.generate(make_requests(1), Sampling())[0].version == 0
 
 
 def test_memory_that_the_server_cannot_see_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
@@ -309,12 +306,12 @@ def test_memory_that_the_server_cannot_see_changes_nothing(tiny: Tiny, tmp_path:
         assert not engine.update_from_memory(weights.file, 1)
         weights.close()
 
-        assert engine.generate(asked(1), Sampling())[0].version == 0
+        assert engine.generate(make_requests(1), Sampling())[0].version == 0
         assert not {path for path, _ in calls} & set(LOAD[1:])
 
 
-def test_a_tensor_that_is_missing_is_noticed(tiny: Tiny, tmp_path: Path) -> None:
-    """The server would go on with what it has of it."""
+def test_a_missing_tensor_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: the server keeps the tensor's old values."""
     state = load_file(tiny.student / "model.safetensors")
     del state["model.layers.1.mlp.gate_proj.weight"]
     with fake_server() as (url, _), engine_of(url, tmp_path, model=tiny.student) as engine:
@@ -323,44 +320,44 @@ def test_a_tensor_that_is_missing_is_noticed(tiny: Tiny, tmp_path: Path) -> None
             engine.update_from_memory(weights.file, 1)
 
         weights.close()
-        assert engine.generate(asked(1), Sampling())[0].version == 0
+        assert engine.generate(make_requests(1), Sampling())[0].version == 0
 
 
-def test_rows_of_the_head_that_are_no_tokens_are_kept_out(tiny: Tiny, tmp_path: Path) -> None:
+def test_head_rows_without_a_token_are_suppressed(tiny: Tiny, tmp_path: Path) -> None:
     with fake_server() as (url, calls), engine_of(url, tmp_path, model=tiny.student):
         body = calls[-1][1]
 
-    # The tiny student has 376 rows, and the engine was told of 64 tokens.
-    assert body["logit_bias"] == {str(each): -100.0 for each in range(VOCAB, 376)}
+    # The tiny student has 376 head rows; the engine's vocabulary is 64.
+    assert body["logit_bias"] == {str(row): -100.0 for row in range(VOCAB, 376)}
 
 
-def test_where_sampling_is_warped_raw_log_probabilities_are_asked_for(tmp_path: Path) -> None:
-    """With the sampled tokens as a prompt, as long as what was sampled; not in evaluation, which needs none."""
+def test_raw_log_probabilities_are_requested_if_sampling_is_warped(tmp_path: Path) -> None:
+    """Bugs: log-probabilities of the wrong positions; requests in evaluation, which does not need them."""
     with fake_server() as (url, calls), engine_of(url, tmp_path, temperature=0.6) as engine:
-        made = engine.generate(asked(2), Sampling(0.6))
+        completions = engine.generate(make_requests(2), Sampling(0.6))
         del calls[:]
-        engine.generate(asked(2), Sampling(0.6, needs_raw=False))
+        engine.generate(make_requests(2), Sampling(0.6, needs_raw=False))
 
     assert len(calls) == 2
-    for each in made:
-        assert each.behaviour_logprobs.tolist() == [LOGPROB] * 4
-        assert each.logprobs.tolist() == [-4.0, -5.0, -6.0, -7.0]
+    for completion in completions:
+        assert completion.behaviour_logprobs.tolist() == [LOGPROB] * 4
+        assert completion.logprobs.tolist() == [-4.0, -5.0, -6.0, -7.0]
 
 
 def test_a_server_with_raw_log_probabilities_is_refused(tmp_path: Path) -> None:
-    """Bugs: a server of one's own with the options of an older release, whose numbers would be taken for others."""
+    """Bug: an external server with an older release's options, whose raw log-probabilities count as the policy's."""
 
-    def says(body: Json) -> tuple[int, Json]:
+    def respond(body: Json) -> tuple[int, Json]:
         return fine(body, **logprobs(LOGPROB))
 
     with (
-        fake_server(says) as (url, _),
+        fake_server(respond) as (url, _),
         pytest.raises(RolloutError, match=r"not those of the sampling policy.*--logprobs-mode processed_logprobs"),
     ):
         engine_of(url, tmp_path)
 
 
-def test_sglangs_own_form() -> None:
+def test_sglangs_request_and_answer() -> None:
     request = Request(np.array([4, 5], np.int32), 3, seed=2**40, stop=("end",))
     program = SGLang()
 
@@ -374,7 +371,7 @@ def test_sglangs_own_form() -> None:
 
 
 def test_sglangs_raw_log_probabilities() -> None:
-    """As its documentation has it: of the prompt's tokens, of which the first has none, and of one that is named."""
+    """In the documented form: log-probabilities of the prompt's tokens after the first, and of one requested token."""
     request = Request(np.array([4, 5], np.int32), 3, seed=0)
     sampled = np.full(3, -0.1, np.float32)
     completion = Completion(np.array([7, 8, 9], np.int32), sampled, sampled, "length", 0)

@@ -1,4 +1,4 @@
-"""What a started server leaves behind: nothing, however it ends and however we do."""
+"""A started server leaves no processes or files behind, however it or the run ends."""
 
 import json
 import os
@@ -27,75 +27,75 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.server
 
 MARK = "NEMO_OPD_TEST_SERVER"
-"""A variable that a server's processes inherit, by which they are found."""
+"""An environment variable that identifies a server's processes."""
 AT_ONCE_S = 60.0
 """Far below rollout.request_timeout_s."""
 
 
-def started(how: str, folder: Path, timeout_s: float = 60) -> ServerEngine:
+def started(behaviour: str, folder: Path, timeout_s: float = 60) -> ServerEngine:
     settings = ServerRollout(
         command=(sys.executable, fake_server.__file__),
-        environment={"FAKE": how, MARK: str(folder)},
+        environment={"FAKE": behaviour, MARK: str(folder)},
         start_timeout_s=timeout_s,
     )
     return ServerEngine(settings, EngineSpec(64, frozenset({0}), "float32", folder), "student")
 
 
-def left_of(folder: Path) -> list[int]:
-    found = []
+def processes_of(folder: Path) -> list[int]:
+    pids = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+                pids.append(process.pid)
         except psutil.Error:
             continue
-    return found
+    return pids
 
 
 def wait_for_number(count: int, folder: Path) -> None:
-    wait_until(lambda: len(left_of(folder)) == count, f"{count} processes")
+    wait_until(lambda: len(processes_of(folder)) == count, f"{count} processes")
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The server's own."""
-    first = (folder / "server.log").read_text().splitlines()[0]
-    return dict(json.loads(first.removeprefix("environment: ")))
+    """Return the server's environment variables."""
+    line = (folder / "server.log").read_text().splitlines()[0]
+    return dict(json.loads(line.removeprefix("environment: ")))
 
 
-def test_it_serves_in_a_clean_world_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a child in a session of its own that does not end when asked."""
+def test_a_server_has_a_clean_environment_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: the server sees the run's variables or secrets; an orphan that ignores SIGTERM stays."""
     foreign = ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "WANDB_API_KEY", "HF_TOKEN", "DATABASE_URL")
     for name in foreign:
         monkeypatch.setenv(name, "1")
     engine = started("has children", tmp_path)
 
-    made = engine.generate([Request(np.array([5], np.int32), 2, 5)], Sampling())
-    assert made[0].ids.tolist() == [6, 6]
-    assert len(left_of(tmp_path)) == 3  # the guard, the server, the child
-    assert all(os.getsid(pid) != os.getsid(0) for pid in left_of(tmp_path))
+    completions = engine.generate([Request(np.array([5], np.int32), 2, 5)], Sampling())
+    assert completions[0].ids.tolist() == [6, 6]
+    assert len(processes_of(tmp_path)) == 3  # the guard, the server, the child
+    assert all(os.getsid(pid) != os.getsid(0) for pid in processes_of(tmp_path))
     engine.close()
 
-    assert left_of(tmp_path) == []
-    world = environment(tmp_path)
-    assert not Path(world["TMPDIR"]).exists()
-    assert not world.keys() & set(foreign)
+    assert processes_of(tmp_path) == []
+    variables = environment(tmp_path)
+    assert not Path(variables["TMPDIR"]).exists()
+    assert not variables.keys() & set(foreign)
     with pytest.raises(RolloutError, match="closed"):
         engine.generate([], Sampling())
 
 
-def test_only_this_user_reaches_it(tmp_path: Path) -> None:
-    """Bug: any user of the machine could sample, or have other weights loaded, through a port."""
+def test_only_this_user_can_connect(tmp_path: Path) -> None:
+    """Bug: any user of the machine can sample or load other weights through a port."""
     with started("answers", tmp_path) as engine:
         engine.generate([Request(np.array([5], np.int32), 2, 5)], Sampling())
         folder = Path(environment(tmp_path)["TMPDIR"])
         assert folder.stat().st_mode & 0o777 == 0o700
         assert (folder / "http").is_socket()
-        processes = map(psutil.Process, left_of(tmp_path))
+        processes = map(psutil.Process, processes_of(tmp_path))
         assert not [link for process in processes for link in process.net_connections("inet")]
 
 
-def test_a_port_needs_the_key_that_nobody_else_can_read(tmp_path: Path) -> None:
-    """Bug: any user of the machine could sample, or have other weights loaded, from an SGLang server."""
+def test_a_port_needs_a_key_that_only_this_user_can_read(tmp_path: Path) -> None:
+    """Bug: any user of the machine can sample or load other weights on an SGLang server."""
     settings = ServerRollout(
         program="sglang", command=(sys.executable, fake_server.__file__), environment={MARK: str(tmp_path)}
     )
@@ -106,7 +106,7 @@ def test_a_port_needs_the_key_that_nobody_else_can_read(tmp_path: Path) -> None:
         folder = Path(environment(tmp_path)["TMPDIR"])
         assert folder.stat().st_mode & 0o777 == 0o700
         key = json.loads((folder / "key.yaml").read_text())["api-key"]
-        command_lines = [" ".join(psutil.Process(pid).cmdline()) for pid in left_of(tmp_path)]
+        command_lines = [" ".join(psutil.Process(pid).cmdline()) for pid in processes_of(tmp_path)]
         assert not [line for line in command_lines if key in line]
         assert (tmp_path / "server.log").stat().st_mode & 0o777 == 0o600  # SGLang logs all of its settings
         for path in ("/generate", "/update_weights_from_disk"):
@@ -114,7 +114,7 @@ def test_a_port_needs_the_key_that_nobody_else_can_read(tmp_path: Path) -> None:
                 Http(engine.url, 10, trust_env=False).post(path, {"model_path": "/models/another"})
 
 
-def test_one_that_dies_while_it_is_asked_is_noticed_at_once(tmp_path: Path) -> None:
+def test_a_server_that_dies_during_a_request_is_noticed_at_once(tmp_path: Path) -> None:
     with started("dies", tmp_path) as engine:
         start = time.monotonic()
         with pytest.raises(RolloutError, match=r"(?s)died \(exit code 3; .*out of memory, says the fake"):
@@ -123,7 +123,7 @@ def test_one_that_dies_while_it_is_asked_is_noticed_at_once(tmp_path: Path) -> N
         assert time.monotonic() - start < AT_ONCE_S
         with pytest.raises(RolloutError, match="died"):
             engine.generate([Request(np.array([5], np.int32), 2, 5)], Sampling())
-    assert left_of(tmp_path) == []
+    assert processes_of(tmp_path) == []
 
 
 def test_the_last_line_of_a_command_is_the_error_and_not_the_log(
@@ -144,7 +144,7 @@ def test_the_last_line_of_a_command_is_the_error_and_not_the_log(
 
 
 @pytest.mark.parametrize(
-    ("log", "told"),
+    ("log", "message"),
     [
         (
             (
@@ -161,33 +161,33 @@ def test_the_last_line_of_a_command_is_the_error_and_not_the_log(
         ((), "it logged nothing"),
     ],
 )
-def test_the_cause_is_what_came_first(log: tuple[str, ...], told: str) -> None:
-    """Bug: what a user saw last was that an engine's start had failed, and to look above."""
-    assert cause(log) == told
+def test_the_cause_is_the_first_error(log: tuple[str, ...], message: str) -> None:
+    """Bug: the error shown is only that an engine's start failed, with advice to look above."""
+    assert cause(log) == message
 
 
-def test_one_that_dies_at_its_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_dies_at_its_start_is_an_error_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=r"(?s)died .*no such model, says the fake"):
         started("dies at once", tmp_path)
 
-    assert left_of(tmp_path) == []
+    assert processes_of(tmp_path) == []
 
 
-def test_one_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_is_never_ready_has_a_limit(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=r"not ready in 0.5 s \(rollout.start_timeout_s\)"):
         started("is never ready", tmp_path, timeout_s=0.5)
 
-    assert left_of(tmp_path) == []
+    assert processes_of(tmp_path) == []
 
 
-def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_command_is_named(tmp_path: Path) -> None:
     settings = ServerRollout(command=("no-such-server",))
 
     with pytest.raises(RolloutError, match=r"(?s)died .*cannot start no-such-server"):
         ServerEngine(settings, EngineSpec(64, frozenset({0}), "float32", tmp_path), "student")
 
 
-def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
+def test_a_server_ends_with_a_killed_run(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from nemo_opd.rollout.server.server_process import ServerProcess\n"
         "_, folder, *command = sys.argv; path = Path(folder); (path / 'temporary').mkdir()\n"
@@ -207,7 +207,7 @@ def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_the_shared_memory_of_a_killed_server_is_removed(tmp_path: Path) -> None:
-    """Bug: vLLM's segments of 400 MB, which stay in /dev/shm if it needs longer to end than it is given."""
+    """Bug: vLLM's segments of 400 MB stay in /dev/shm if it needs too long to end."""
     script = (
         "import signal, time; from multiprocessing.shared_memory import SharedMemory\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); segment = SharedMemory(create=True, size=8)\n"

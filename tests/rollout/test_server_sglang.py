@@ -1,6 +1,6 @@
-"""The contract on a real SGLang, where `NEMO_OPD_SGLANG` names its virtual environment (sglang_on_cpu/install.sh).
+"""The contract with a real SGLang, if `NEMO_OPD_SGLANG` names its virtual environment (sglang_on_cpu/install.sh).
 
-It has SGLang 0.5.23 and PyTorch for CPUs, and stand-ins (`sglang_on_cpu`) for packages that need CUDA.
+The environment has SGLang 0.5.23, PyTorch for CPUs, and stand-ins (`sglang_on_cpu`) for packages that need CUDA.
 """
 
 import os
@@ -16,7 +16,7 @@ from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
 from nemo_opd.rollout.requests import EngineSpec, Sampling
 from nemo_opd.rollout.server.engine import ServerEngine
-from tests.rollout.contract import MAX_POSITIONS, ServerContract, Subject, asked_as_a_teacher, save_folders, server_of
+from tests.rollout.contract import MAX_POSITIONS, ServerContract, Subject, check_as_a_teacher, save_folders, server_of
 from tests.tiny import save_model
 
 VENV = os.environ.get("NEMO_OPD_SGLANG")
@@ -33,12 +33,12 @@ OPTIONS = (
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """One that is as long as its model reads."""
+    """Start a server whose context is as long as its model's."""
     folder = tmp_path_factory.mktemp("sglang")
     folders = save_folders(folder)
     tokenizer = AutoTokenizer.from_pretrained(folders.first)
-    for seed, each in enumerate((folders.first, folders.second)):
-        save_model(each, tokenizer, width=64, seed=seed)
+    for seed, model_folder in enumerate((folders.first, folders.second)):
+        save_model(model_folder, tokenizer, width=64, seed=seed)
     settings = ServerRollout(
         program="sglang",
         command=(f"{VENV}/bin/python", "-m", "sglang.launch_server"),
@@ -50,12 +50,12 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
         yield Subject(engine, folders)
 
 
-def test_a_teacher_is_asked_about_sequences(subject: Subject) -> None:
-    """Bugs: the highest id, which it echoes as 0; a sequence longer than it reads; rows shifted by one."""
+def test_a_teachers_log_probabilities(subject: Subject) -> None:
+    """Bugs: the highest id, which SGLang echoes as 0; a sequence longer than its context; rows shifted by one."""
     server = server_of(subject)
     key = server._headers["Authorization"].removeprefix("Bearer ")
-    given = Endpoint(program="sglang", urls=(server.url,), logprobs=8, retries=0, api_key=key)
-    answers, longest = asked_as_a_teacher(subject, given, last=subject.folders.vocab_size - 1)
+    settings = Endpoint(program="sglang", urls=(server.url,), logprobs=8, retries=0, api_key=key)
+    answers, longest = check_as_a_teacher(subject, settings, last=subject.folders.vocab_size - 1)
 
     with pytest.raises(EndpointError, match=r"refused prompt 0: status 400.*Input length"):
         answers.segments([np.arange(5, 6 + longest, dtype=np.int32)])
@@ -63,8 +63,8 @@ def test_a_teacher_is_asked_about_sequences(subject: Subject) -> None:
 
 class TestSGLang(ServerContract):
     @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.6), Sampling(1.4)], ids=str)
-    def test_the_behaviour_is_what_sampled(self, subject: Subject, sampling: Sampling) -> None:
-        """It does not say the probability after top-k and top-p."""
-        super().test_the_behaviour_is_what_sampled(subject, sampling)
+    def test_behaviour_log_probabilities_are_of_the_sampling_policy(self, subject: Subject, sampling: Sampling) -> None:
+        """Leaves out top-k and top-p, since SGLang does not report probabilities after them."""
+        super().test_behaviour_log_probabilities_are_of_the_sampling_policy(subject, sampling)
 
-    test_zz_closed_it_samples_no_more = ServerContract.test_zz_closed_it_samples_no_more  # after what is above
+    test_zz_a_closed_engine_does_not_sample = ServerContract.test_zz_a_closed_engine_does_not_sample  # must run last

@@ -1,4 +1,4 @@
-"""The contract on a real vLLM, where `NEMO_OPD_VLLM` names its virtual environment (tools/rollout/install_vllm.sh)."""
+"""The contract with a real vLLM, if `NEMO_OPD_VLLM` names its virtual environment (tools/rollout/install_vllm.sh)."""
 
 import json
 import os
@@ -28,9 +28,9 @@ from tests.rollout.contract import (
     MAX_POSITIONS,
     ServerContract,
     Subject,
-    asked_as_a_teacher,
     assert_logprobs,
-    requests,
+    check_as_a_teacher,
+    make_requests,
     save_folders,
     server_of,
 )
@@ -43,16 +43,16 @@ pytestmark = [pytest.mark.server, pytest.mark.skipif(not VENV, reason="NEMO_OPD_
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """Its head is tied to the embeddings; test_on_vllm has one that is not."""
+    """Start a server whose head is tied to the embeddings; test_on_vllm has an untied head."""
     folder = tmp_path_factory.mktemp("vllm")
     folders = save_folders(folder)
     tokenizer = AutoTokenizer.from_pretrained(folders.first)
-    for seed, each in enumerate((folders.first, folders.second)):
-        # Its attention on CPUs has no heads of less than 32.
-        save_model(each, tokenizer, width=64, seed=seed)
+    for seed, model_folder in enumerate((folders.first, folders.second)):
+        # vLLM's attention on CPUs needs heads of at least 32.
+        save_model(model_folder, tokenizer, width=64, seed=seed)
     settings = ServerRollout(
         command=(f"{VENV}/bin/vllm", "serve"),
-        # Small blocks: prompts that a tiny model has room for fill some, which then are cached.
+        # Blocks small enough to be filled, and so cached, by a tiny model's prompts.
         options=("--enforce-eager", "--block-size", "32"),
         environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
     )
@@ -66,7 +66,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 @pytest.fixture(scope="module")
 def url(subject: Subject) -> Iterator[str]:
-    """A port that leads to the server's socket."""
+    """Forward a port to the server's socket."""
     path = str(server_of(subject)._socket)
 
     class ToSocket(BaseRequestHandler):
@@ -95,23 +95,23 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 def test_weights_come_through_memory(subject: Subject, url: str) -> None:
-    """Also when the memory is gone. vLLM keeps a copy of a tied head in another form on CPUs."""
-    engine, folders, asked = server_of(subject), subject.folders, requests(4)
+    """Bugs: weights that still map the freed memory; a stale copy of the tied head, which vLLM keeps on CPUs."""
+    engine, folders, requests = server_of(subject), subject.folders, make_requests(4)
     assert engine.takes_memory
     for version, folder in ((3, folders.second), (0, folders.first)):
         weights = HeldWeights(load_file(folder / "model.safetensors"))
         assert engine.update_from_memory(weights.file, version)
         weights.close()
 
-        made = engine.generate(asked, Sampling())
-        assert_logprobs(subject, folder, asked, made)
-        assert {each.version for each in made} == {version}
+        completions = engine.generate(requests, Sampling())
+        assert_logprobs(subject, folder, requests, completions)
+        assert {completion.version for completion in completions} == {version}
         assert weight_version(url) == str(version)
         assert not is_mapped(weights.file.name)
 
 
 def is_mapped(name: str) -> bool:
-    """By any process."""
+    """Return whether any process maps the file."""
     return any(name in maps(process.pid) for process in psutil.process_iter())
 
 
@@ -123,69 +123,69 @@ def maps(pid: int) -> str:
 
 
 def weight_version(url: str) -> str:
-    """What the server itself says."""
+    """Return the version that the server reports."""
     with urllib.request.urlopen(f"{url}/weight_info") as response:
         return str(json.load(response)["weight_version"])
 
 
-def test_files_that_it_cannot_see_change_nothing(subject: Subject, url: str, tmp_path: Path) -> None:
-    """As in a container, where the paths lead elsewhere."""
-    engine, folders, asked = server_of(subject), subject.folders, requests(2)
-    before = weight_version(url)
+def test_missing_files_change_nothing(subject: Subject, url: str, tmp_path: Path) -> None:
+    """Bug: a server in a container, with other paths, loses its weights."""
+    engine, folders, requests = server_of(subject), subject.folders, make_requests(2)
+    version = weight_version(url)
 
     assert not VLLM().load_files(engine._http, [str(tmp_path / "none")], 9)
 
-    assert weight_version(url) == before
-    assert_logprobs(subject, folders.first, asked, engine.generate(asked, Sampling()))
+    assert weight_version(url) == version
+    assert_logprobs(subject, folders.first, requests, engine.generate(requests, Sampling()))
 
 
-def test_new_weights_see_no_cache_of_the_old(subject: Subject, url: str) -> None:
-    """What vLLM keeps of a prompt is of the weights that read it."""
+def test_new_weights_clear_the_cache(subject: Subject, url: str) -> None:
+    """Bug: a prompt's cached keys and values of the old weights."""
     engine, folders = server_of(subject), subject.folders
     prompt = np.arange(120, 200, dtype=np.int32)
-    asked = [Request(prompt, 8, seed) for seed in range(2)]
-    engine.generate(asked, Sampling())
-    before = cache_hits(url)
-    engine.generate(asked, Sampling())
-    assert cache_hits(url) > before
+    requests = [Request(prompt, 8, seed) for seed in range(2)]
+    engine.generate(requests, Sampling())
+    num_hits = cache_hits(url)
+    engine.generate(requests, Sampling())
+    assert cache_hits(url) > num_hits
 
     engine.update_weights(folders.second, 1)
-    assert_logprobs(subject, folders.second, asked, engine.generate(asked, Sampling()))
+    assert_logprobs(subject, folders.second, requests, engine.generate(requests, Sampling()))
 
     engine.update_weights(folders.first, 0)
 
 
 def cache_hits(url: str) -> float:
-    """Tokens of prompts that were not computed again."""
+    """Return the number of prompt tokens that were read from the cache."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
         lines = response.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
 
 
-def test_at_the_highest_temperature_ids_are_tokens(subject: Subject) -> None:
-    made = subject.engine.generate(requests(16), Sampling(temperature=2.0))
+def test_ids_are_tokens_at_the_highest_temperature(subject: Subject) -> None:
+    completions = subject.engine.generate(make_requests(16), Sampling(temperature=2.0))
 
-    sampled = np.concatenate([each.ids for each in made])
+    sampled = np.concatenate([completion.ids for completion in completions])
     assert 0 <= sampled.min() <= sampled.max() < subject.folders.vocab_size
 
 
-def test_a_teacher_is_asked_about_sequences(subject: Subject, url: str) -> None:
-    """Bugs: rows shifted by one, log-probabilities of the policy that samples, a last row of another distribution, and
-    a sequence as long as the server reads, which leaves no room for the token that it samples.
+def test_a_teachers_log_probabilities(subject: Subject, url: str) -> None:
+    """Bugs: rows shifted by one; log-probabilities of the sampling policy; a last row of another distribution; a
+    sequence as long as the context, without room for the token that the server samples.
     """
-    given = Endpoint(urls=(url,), logprobs=8, retries=0)
-    answers, longest = asked_as_a_teacher(subject, given)
+    endpoint = Endpoint(urls=(url,), logprobs=8, retries=0)
+    answers, longest = check_as_a_teacher(subject, endpoint)
     size = subject.folders.vocab_size
 
     with pytest.raises(EndpointError, match=r"refused prompt 0: status 400"):
         answers.segments([np.arange(5, 6 + longest, dtype=np.int32)])
     with pytest.raises(EndpointError, match=r"serves student and not teacher"):
-        check_endpoint(given, "teacher", key="teachers.0", vocab_size=size, token=5, texts=[])
-    many = given.model_copy(update={"logprobs": 30})
+        check_endpoint(endpoint, "teacher", key="teachers.0", vocab_size=size, token=5, texts=[])
+    many = endpoint.model_copy(update={"logprobs": 30})
     with pytest.raises(EndpointError, match=r"teachers.0.logprobs.*--max-logprobs"):
         check_endpoint(many, "student", key="teachers.0", vocab_size=size, token=5, texts=[])
 
 
 class TestVLLM(ServerContract):
-    # It takes no temperature above 2, which the contract asks for.
+    # The contract samples with a temperature above 2, which vLLM rejects.
     test_ids_are_tokens = None  # type: ignore[assignment]

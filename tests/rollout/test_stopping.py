@@ -1,4 +1,4 @@
-"""A student that has learned a conversation ends its turn by itself, under each kind of chat template."""
+"""A student that has learned a conversation ends its turns by itself, with each kind of chat template."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.alignment.chat_templates import PLAIN, TEMPLATES, TOOL, chat_tokenize
 
 
 def learned(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> LlamaForCausalLM:
-    """Return a model that knows a conversation by heart: the tokens of the mask alone are learned."""
+    """Return a model that has memorized the conversation's tokens in the mask."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
@@ -36,7 +36,7 @@ def learned(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) 
 
 
 def sampled(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], k: int) -> tuple[str, str]:
-    """Return what the model writes as message k, and why it ended."""
+    """Return the model's message k and its finish reason."""
     sampler = Sampler(
         learned(tokenizer, messages),
         end_ids=end_ids(tokenizer),
@@ -51,14 +51,14 @@ def sampled(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "no end"])
 def test_the_last_turn_ends(name: str) -> None:
-    """Bug: of text or two tokens after an answer the end was not learned, and the student went on."""
+    """Bug: an end that follows the answer as text or as two tokens is not learned, so the student goes on."""
     text, reason = sampled(chat_tokenizer(name), PLAIN, len(PLAIN) - 1)
     assert "Answer two." in text
     assert reason == "stop"
 
 
-def test_the_way_out_of_a_template_without_an_end() -> None:
-    """Preflight warns of such a template; the template that it asks for ends the turn."""
+def test_a_template_without_an_end_can_be_repaired() -> None:
+    """Bug: turns do not end with the template that preflight's warning recommends."""
     tokenizer = chat_tokenizer("no end")
     assert sampled(tokenizer, PLAIN, 3)[1] == "length"
     template = str(tokenizer.chat_template) + "{% if not add_generation_prompt %}</s>{% endif %}"
@@ -66,7 +66,7 @@ def test_the_way_out_of_a_template_without_an_end() -> None:
 
 
 def test_a_call_is_learned_with_its_name() -> None:
-    """Bug: a call's name and opening token were not learned where the template has no generation prompt."""
+    """Bug: a call's name and opening token are not learned if the template has no generation prompt."""
     text, reason = sampled(chat_tokenizer("no generation prompt"), TOOL, 1)
     assert text == '[TOOL_CALLS]weather[ARGS]{"city": "Bern"}</s>'
     assert reason == "stop"

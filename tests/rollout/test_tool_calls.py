@@ -1,4 +1,4 @@
-"""Calls in the forms that templates write, and what looks like one and is none."""
+"""Tool calls in the forms of chat templates, and texts that only look like calls."""
 
 import copy
 from typing import Any
@@ -17,27 +17,27 @@ OTHER = {"type": "function", "function": {"name": "clock", "arguments": {}}}
 
 
 def parsed(tokenizer: Any, text: str) -> list[dict[str, Any]]:
-    before = encoded(tokenizer, "# user\nWhat?")
-    ids = np.array([*before, *encoded(tokenizer, text)], np.int32)
-    return ToolCallParser(tokenizer)(ids, len(before), None)
+    prompt = encoded(tokenizer, "# user\nWhat?")
+    ids = np.array([*prompt, *encoded(tokenizer, text)], np.int32)
+    return ToolCallParser(tokenizer)(ids, len(prompt), None)
 
 
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("name", ["qwen3", "tagged", "strict"])
 @pytest.mark.parametrize("calls", [[CALL], [CALL, OTHER]])
-def test_what_a_template_writes_is_read_back(name: str, calls: list[dict[str, Any]]) -> None:
-    """The oracle is the template itself: the turn that it writes for the calls."""
+def test_a_templates_calls_are_read_back(name: str, calls: list[dict[str, Any]]) -> None:
+    """The oracle is the turn that the template renders for the calls."""
     tokenizer = real_tokenizer(name) if name == "qwen3" else talking(name)
     question = [{"role": "user", "content": "What?"}]
-    told = [*question, {"role": "assistant", "content": "", "tool_calls": calls if name != "strict" else [CALL]}]
-    before = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    turn = tokenizer.apply_chat_template(told, tokenize=False).removeprefix(before)
+    messages = [*question, {"role": "assistant", "content": "", "tool_calls": calls if name != "strict" else [CALL]}]
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    turn = tokenizer.apply_chat_template(messages, tokenize=False).removeprefix(prompt)
     turn = turn.partition("<|im_end|>")[0].partition("<|eom_id|>")[0]
     assert parsed(tokenizer, turn) == (calls if name != "strict" else [CALL])
 
 
 @pytest.mark.tokenizers
-def test_the_form_is_the_templates() -> None:
+def test_the_parser_follows_the_templates_form() -> None:
     assert parser_of(written_call(talking("tagged"), {})) is tagged_calls
     assert parser_of(written_call(talking("strict"), {})) is bare_calls
     assert parser_of(written_call(talking("without_ends"), {})) is any_calls
@@ -87,7 +87,7 @@ def test_bare(text: str, calls: list[dict[str, Any]]) -> None:
         ("strict", '{"name": "clock", "parameters": {', "no JSON"),
     ],
 )
-def test_a_malformed_call_is_told(name: str, text: str, error: str) -> None:
+def test_a_malformed_call_is_reported(name: str, text: str, error: str) -> None:
     (call,) = parsed(talking(name), text)
     assert call["type"] == "malformed"
     assert error in call["error"]
@@ -115,7 +115,7 @@ RESPONSE_TEMPLATE = {
 
 
 def test_a_tokenizers_own_response_template_comes_first() -> None:
-    """transformers reads it, in a form that is not written anywhere here."""
+    """Bug: a form that only transformers' response template describes is not read."""
     tokenizer = copy.deepcopy(talking("tagged"))
     tokenizer.response_template = RESPONSE_TEMPLATE
     assert parsed(tokenizer, 'Now: <call>{"name": "clock", "arguments": {}}</call>') == [OTHER]
@@ -125,7 +125,7 @@ def test_a_tokenizers_own_response_template_comes_first() -> None:
 
 
 def test_a_response_template_that_runs_forever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a pattern of a model's tokenizer kept the interpreter, and the run, for ever."""
+    """Bug: a pattern in a model's tokenizer blocks the interpreter, and the run, without end."""
     tokenizer = copy.deepcopy(talking("tagged"))
     tokenizer.response_template = RESPONSE_TEMPLATE
     assert parsed(tokenizer, "Nothing to call.") == [], "the process has its imports"

@@ -1,4 +1,4 @@
-"""Weights in a process's memory, read by the library and by other processes."""
+"""Weights in a process's memory, read by safetensors and by other processes."""
 
 import subprocess
 import sys
@@ -10,18 +10,18 @@ from safetensors import safe_open
 from nemo_opd.handoff.shared_memory import DTYPES, FileDescriptor, HeldWeights
 
 
-def test_the_library_reads_every_dtype_and_shape() -> None:
-    """Catches wrong offsets: tensors of one byte come before wide ones, one is empty, one no contiguous memory."""
-    wanted = {f"{dtype}": torch.arange(7).to(dtype) for dtype in reversed(DTYPES)}
-    wanted |= {"none": torch.zeros(0, 3), "one": torch.tensor(5.0), "across": torch.arange(6.0).view(2, 3).T}
-    state = dict(wanted)
+def test_safetensors_reads_every_dtype_and_shape() -> None:
+    """Catches wrong offsets: one-byte dtypes before wider ones, an empty tensor, and one that is not contiguous."""
+    expected = {f"{dtype}": torch.arange(7).to(dtype) for dtype in reversed(DTYPES)}
+    expected |= {"none": torch.zeros(0, 3), "one": torch.tensor(5.0), "across": torch.arange(6.0).view(2, 3).T}
+    state = dict(expected)
 
     weights = HeldWeights(state)
 
     assert state == {}
     with safe_open(weights.file.path, framework="pt") as tensors:
-        assert set(tensors.keys()) == wanted.keys()
-        for name, value in wanted.items():
+        assert set(tensors.keys()) == expected.keys()
+        for name, value in expected.items():
             read = tensors.get_tensor(name)
             assert read.dtype == value.dtype
             assert read.data_ptr() % value.itemsize == 0
@@ -32,7 +32,7 @@ def test_the_library_reads_every_dtype_and_shape() -> None:
 
 
 @pytest.mark.world
-def test_it_goes_with_its_process() -> None:
+def test_the_memory_ends_with_its_process() -> None:
     script = (
         "import os, torch; from nemo_opd.handoff.shared_memory import HeldWeights\n"
         "weights = HeldWeights({'weight': torch.ones(3)}); print(weights.file.number, weights.file.name, flush=True)\n"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.load import load_tokenizer
-from tests.rollout.fake_server import Handler, Json, Says, fake_server
+from tests.rollout.fake_server import Handler, Json, Responder, fake_server
 
 Scores = Callable[[list[int]], Tensor]
 """Ids [N] → log-probabilities [N, W] of what comes after each."""
@@ -39,10 +39,10 @@ def of_uniform(size: int) -> Scores:
     return lambda ids: (-torch.arange(size) * torch.log(torch.tensor(2.0))).log_softmax(0).expand(len(ids), size)
 
 
-def answering(scores: Scores, model: str = MODEL) -> Says:
+def answering(scores: Scores, model: str = MODEL) -> Responder:
     """What a server of a model says to a request of any of the programs."""
 
-    def says(body: Json) -> tuple[int, Json]:
+    def respond(body: Json) -> tuple[int, Json]:
         ids = body.get("prompt") or body["input_ids"]
         log_p = scores(ids)
         if "input_ids" in body:
@@ -50,29 +50,29 @@ def answering(scores: Scores, model: str = MODEL) -> Says:
         form = _echo if body.get("echo") else _vllm
         return 200, {"model": model, "choices": [form(ids, log_p, body["logprobs"])]}
 
-    return says
+    return respond
 
 
-def _top(log_p: Tensor, k: int, *others: int) -> dict[int, float]:
+def _top(log_p: Tensor, k: int, *first: int) -> dict[int, float]:
     """The k likeliest and others by id: others first, as vLLM has it."""
-    named = [*others, *(each for each in log_p.topk(k).indices.tolist() if each not in others)]
-    return dict(zip(named, log_p[named].tolist(), strict=True))
+    tokens = [*first, *(token for token in log_p.topk(k).indices.tolist() if token not in first)]
+    return dict(zip(tokens, log_p[tokens].tolist(), strict=True))
 
 
 def _vllm(ids: list[int], log_p: Tensor, k: int) -> Json:
-    known = [_top(row, k, came) for row, came in zip(log_p, ids[1:], strict=False)]
-    prompt = [{str(each): {"logprob": p, "decoded_token": "…"} for each, p in row.items()} for row in known]
-    last = {f"token_id:{each}": p for each, p in _top(log_p[-1], k).items()}
+    rows = [_top(row, k, came) for row, came in zip(log_p, ids[1:], strict=False)]
+    prompt = [{str(token): {"logprob": p, "decoded_token": "…"} for token, p in row.items()} for row in rows]
+    last = {f"token_id:{token}": p for token, p in _top(log_p[-1], k).items()}
     return {"prompt_token_ids": ids, "prompt_logprobs": [None, *prompt], "logprobs": {"top_logprobs": [last]}}
 
 
 def _echo(ids: list[int], log_p: Tensor, k: int) -> Json:
-    named = [{f"token_id:{each}": p for each, p in _top(row, k).items()} for row in log_p]
+    named = [{f"token_id:{token}": p for token, p in _top(row, k).items()} for row in log_p]
     realised = [float(row[came]) for row, came in zip(log_p, ids[1:], strict=False)]
     sampled = int(log_p[-1].argmax())
     return {
         "logprobs": {
-            "tokens": [f"token_id:{each}" for each in (*ids, sampled)],
+            "tokens": [f"token_id:{token}" for token in (*ids, sampled)],
             "token_logprobs": [None, *realised, float(log_p[-1].max())],
             "top_logprobs": [None, *named],
         }
@@ -80,9 +80,9 @@ def _echo(ids: list[int], log_p: Tensor, k: int) -> Json:
 
 
 def _sglang(ids: list[int], log_p: Tensor, k: int) -> Json:
-    named = [[[p, each, None] for each, p in _top(row, k).items()] for row in log_p]
+    named = [[[p, token, None] for token, p in _top(row, k).items()] for row in log_p]
     # A real one calls the last id of the vocabulary 0.
-    echoed = [each * (each < log_p.shape[1] - 1) for each in ids]
+    echoed = [token * (token < log_p.shape[1] - 1) for token in ids]
     realised = [[float(row[came]), echo, None] for row, came, echo in zip(log_p, ids[1:], echoed[1:], strict=False)]
     about = {"input_token_logprobs": [[None, echoed[0], None], *realised], "input_top_logprobs": [None, *named[:-1]]}
     return {"text": "…", "meta_info": about | {"output_top_logprobs": [named[-1]]}}
@@ -90,14 +90,14 @@ def _sglang(ids: list[int], log_p: Tensor, k: int) -> Json:
 
 @contextmanager
 def endpoint(
-    says: Says, model: str = MODEL, limit: int | None = LIMIT, handler: type[Handler] = Handler
+    respond: Responder, model: str = MODEL, limit: int | None = LIMIT, handler: type[Handler] = Handler
 ) -> Iterator[tuple[str, list[Json]]]:
     """A server's address and the bodies of what it was asked."""
     bodies: list[Json] = []
 
     def noting(body: Json) -> tuple[int, Json]:
         bodies.append(body)
-        return says(body)
+        return respond(body)
 
     with fake_server(noting, cards=[{"id": model, "max_model_len": limit}], handler=handler) as (url, _):
         yield url, bodies

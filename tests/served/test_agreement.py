@@ -9,14 +9,14 @@ from torch import Tensor
 from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
 from nemo_opd.served.answers import LARGEST_DISAGREEMENT, check_agreement
-from tests.rollout.fake_server import Json, Says
+from tests.rollout.fake_server import Json, Responder
 from tests.served.endpoint import MODEL, answering, endpoint, of_uniform
 
 VOCAB = 50
 SEQUENCES = [np.arange(first, first + 12, dtype=np.int32) for first in (1, 5, 30)]
 
 
-def shifted_by(nats: float) -> Says:
+def shifted_by(nats: float) -> Responder:
     """What a server says that finds token 9 likelier by so much after one position."""
 
     def scores(ids: list[int]) -> Tensor:
@@ -45,47 +45,47 @@ def test_servers_that_agree_are_told_by_how_much(capsys: pytest.CaptureFixture[s
 
 def test_servers_of_different_models_are_refused_by_name() -> None:
     """Catches a second server with another revision, which answers half of the texts: one position is enough."""
-    other = shifted_by(1.2 + LARGEST_DISAGREEMENT)
+    different = shifted_by(1.2 + LARGEST_DISAGREEMENT)
     with (
         endpoint(shifted_by(0.0)) as (first, _),
-        endpoint(other) as (second, _),
+        endpoint(different) as (second, _),
         pytest.raises(EndpointError, match=r"nats in the log-probability of a token of the same text") as caught,
     ):
         checked(first, second)
-    said = f"teachers.0.urls: {first} and {second} differ by 2."
-    for part in (said, "revisions or quantisations of big", "leave teachers.0.urls.1 out"):
+    start = f"teachers.0.urls: {first} and {second} differ by 2."
+    for part in (start, "revisions or quantisations of big", "leave teachers.0.urls.1 out"):
         assert part in str(caught.value)
 
 
 def test_a_server_that_answers_otherwise_in_a_batch_is_refused_by_name() -> None:
     """Catches a comparison of answers to single requests only, or of a batch with itself."""
-    together, lock, asked = threading.Barrier(len(SEQUENCES), timeout=30), threading.Lock(), [0]
+    together, lock, num_requests = threading.Barrier(len(SEQUENCES), timeout=30), threading.Lock(), [0]
     right, wrong = shifted_by(0.0), shifted_by(4.0)
 
-    def says(body: Json) -> tuple[int, Json]:
+    def respond(body: Json) -> tuple[int, Json]:
         with lock:
-            asked[0] += 1
-            is_alone = asked[0] <= len(SEQUENCES)
+            num_requests[0] += 1
+            is_alone = num_requests[0] <= len(SEQUENCES)
         if is_alone:
             return right(body)
         together.wait()  # until all of them are there
         return wrong(body)
 
     refused = r"teachers.0.urls.0=http\S+ gives .* alone than in a batch.*prefix cache"
-    with endpoint(says) as (url, _), pytest.raises(EndpointError, match=refused):
+    with endpoint(respond) as (url, _), pytest.raises(EndpointError, match=refused):
         checked(url)
 
 
 def test_a_missing_log_probability_is_no_disagreement() -> None:
     """Catches a NaN that makes every comparison false."""
 
-    def says(body: Json) -> tuple[int, Json]:
+    def respond(body: Json) -> tuple[int, Json]:
         status, reply = shifted_by(0.0)(body)
         reply["choices"][0]["prompt_logprobs"][4].clear()
         return status, reply
 
     with (
-        endpoint(says) as (first, _),
+        endpoint(respond) as (first, _),
         endpoint(shifted_by(3.0)) as (second, _),
         pytest.raises(EndpointError, match=r"differ by \d"),
     ):

@@ -16,7 +16,7 @@ from nemo_opd.logits.rows import SparseRows
 from nemo_opd.models.stored_output import served_layout
 from nemo_opd.rollout.server.client import LoadBalancer
 from nemo_opd.served.answers import EndpointAnswers, check_endpoint
-from tests.rollout.fake_server import Handler, Json, Says
+from tests.rollout.fake_server import Handler, Json, Responder
 from tests.served.endpoint import MODEL, answering, endpoint, of_uniform
 
 VOCAB = 50
@@ -27,11 +27,11 @@ TEXTS = [range(1, 9), range(20, 40)]
 fine = answering(of_uniform(VOCAB))
 
 
-def asked(*urls: str, vocab_size: int = VOCAB, sequences: Any = (IDS,), **settings: Any) -> list[SparseRows]:
-    given = Endpoint(**{"urls": urls, "logprobs": 4, "retries": 0, **settings})
-    layout = served_layout(given, vocab_size)
-    segments = EndpointAnswers(given, MODEL, layout, key="teachers.0").segments(list(sequences))
-    return [layout.decode(torch.from_numpy(np.array(each.rows))) for each in segments]
+def ask(*urls: str, vocab_size: int = VOCAB, sequences: Any = (IDS,), **settings: Any) -> list[SparseRows]:
+    endpoint_settings = Endpoint(**{"urls": urls, "logprobs": 4, "retries": 0, **settings})
+    layout = served_layout(endpoint_settings, vocab_size)
+    segments = EndpointAnswers(endpoint_settings, MODEL, layout, key="teachers.0").segments(list(sequences))
+    return [layout.decode(torch.from_numpy(np.array(segment.rows))) for segment in segments]
 
 
 @pytest.mark.parametrize("program", ["vllm", "sglang", "openai"])
@@ -41,55 +41,58 @@ def test_rows_are_those_of_the_whole_distribution(program: str) -> None:
     The oracle encodes the whole distribution, as a cache of a model that is loaded.
     """
     with endpoint(fine) as (url, _):
-        (found,) = asked(url, program=program)
+        (rows,) = ask(url, program=program)
     layout = served_layout(Endpoint(urls=("http://x",), logprobs=4), VOCAB)
     following = torch.tensor([1, 40, 7, -1])
     expected = layout.decode(layout.encode(of_uniform(VOCAB)(IDS.tolist()).contiguous(), following))
-    assert torch.equal(found.ids, expected.ids)
+    assert torch.equal(rows.ids, expected.ids)
     for name in ("log_p", "log_p_next"):
-        assert torch.allclose(getattr(found, name), getattr(expected, name))
-    assert torch.allclose(found.log_rest.exp(), expected.log_rest.exp(), atol=1e-6)
-    assert found.entropy.isnan().all()  # it would be a guess
+        assert torch.allclose(getattr(rows, name), getattr(expected, name))
+    assert torch.allclose(rows.log_rest.exp(), expected.log_rest.exp(), atol=1e-6)
+    assert rows.entropy.isnan().all()  # it would be a guess
 
 
 @pytest.mark.parametrize("program", ["vllm", "sglang", "openai"])
 def test_the_last_id_of_the_vocabulary_is_asked_about(program: str) -> None:
     """Catches an echo that SGLang changes, taken for another prompt."""
     with endpoint(fine) as (url, _):
-        (found,) = asked(url, program=program, sequences=[LAST])
-    rows = of_uniform(VOCAB)(LAST.tolist())
-    torch.testing.assert_close(found.log_p_next[:-1], rows[range(4), LAST[1:]], rtol=1e-3, atol=1e-3)
+        (rows,) = ask(url, program=program, sequences=[LAST])
+    expected = of_uniform(VOCAB)(LAST.tolist())
+    torch.testing.assert_close(rows.log_p_next[:-1], expected[range(4), LAST[1:]], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("program", "longest"), [("vllm", 99), ("sglang", 93), ("openai", 99)])
 def test_the_longest_sequence_is_what_the_program_leaves(program: str, longest: int) -> None:
     """Catches sequences that a SGLang refuses in the middle of a run: it keeps 6 positions more than others."""
     with endpoint(fine, limit=100) as (url, _):
-        given = Endpoint(urls=(url,), program=program, logprobs=4)
-        assert check_endpoint(given, MODEL, key="teachers.0", vocab_size=VOCAB, token=VOCAB - 1, texts=TEXTS) == longest
+        endpoint_settings = Endpoint(urls=(url,), program=program, logprobs=4)
+        assert (
+            check_endpoint(endpoint_settings, MODEL, key="teachers.0", vocab_size=VOCAB, token=VOCAB - 1, texts=TEXTS)
+            == longest
+        )
 
 
 def test_a_rest_that_is_not_known_from_the_sum_is_not_0() -> None:
     """Catches −inf, at which a reverse KL is infinite, and more than the least of the likeliest allows."""
     sharp = lambda ids: torch.tensor([0.0, -18.0, -30.0, -40.0, -41.0]).log_softmax(0).expand(len(ids), 5)  # noqa: E731
     with endpoint(answering(sharp)) as (url, _):
-        (found,) = asked(url, vocab_size=5, sequences=[np.array([0, 0])], logprobs=2)
-        assert (found.log_rest <= -18.0 + math.log(3) + 1e-5).all()
-        assert found.log_rest.isfinite().all()
-        (whole,) = asked(url, vocab_size=5, sequences=[np.array([0, 0])], logprobs=99)
-        assert (whole.log_rest == -math.inf).all()
+        (rows,) = ask(url, vocab_size=5, sequences=[np.array([0, 0])], logprobs=2)
+        assert (rows.log_rest <= -18.0 + math.log(3) + 1e-5).all()
+        assert rows.log_rest.isfinite().all()
+        (complete,) = ask(url, vocab_size=5, sequences=[np.array([0, 0])], logprobs=99)
+        assert (complete.log_rest == -math.inf).all()
 
 
 def test_rows_of_the_head_that_are_no_tokens_are_in_the_rest() -> None:
     """Catches an id beyond the vocabulary that reaches a loss."""
     backwards = lambda ids: of_uniform(VOCAB)(ids).flip(1)  # noqa: E731
     with endpoint(answering(backwards)) as (url, _):
-        (found,) = asked(url, vocab_size=VOCAB - 2)
-    assert (found.ids[:, :2] == torch.tensor([47, 46])).all()
-    assert (found.ids[:, 2:] >= VOCAB).all()
-    assert (found.log_p[:, 2:] == -math.inf).all()
+        (rows,) = ask(url, vocab_size=VOCAB - 2)
+    assert (rows.ids[:, :2] == torch.tensor([47, 46])).all()
+    assert (rows.ids[:, 2:] >= VOCAB).all()
+    assert (rows.log_p[:, 2:] == -math.inf).all()
     # 49 and 48 have 1/2 and 1/4, 47 and 46 half and a quarter of the other quarter.
-    assert found.log_rest.exp()[-1] == pytest.approx(1 - 1 / 8 - 1 / 16, abs=1e-5)
+    assert rows.log_rest.exp()[-1] == pytest.approx(1 - 1 / 8 - 1 / 16, abs=1e-5)
 
 
 def test_all_tokens_are_known_or_the_answer_is_refused() -> None:
@@ -97,29 +100,29 @@ def test_all_tokens_are_known_or_the_answer_is_refused() -> None:
     backwards = lambda ids: of_uniform(VOCAB)(ids).flip(1)  # noqa: E731
     with endpoint(answering(backwards)) as (url, _):
         with pytest.raises(EndpointError, match=r"id 49 is not in the vocabulary"):
-            asked(url, vocab_size=VOCAB - 2, logprobs=VOCAB)
-        (found,) = asked(url, vocab_size=VOCAB - 2, logprobs=VOCAB - 3)
-    assert found.log_rest.isfinite().all()
+            ask(url, vocab_size=VOCAB - 2, logprobs=VOCAB)
+        (rows,) = ask(url, vocab_size=VOCAB - 2, logprobs=VOCAB - 3)
+    assert rows.log_rest.isfinite().all()
 
 
-def changed(change: Callable[[Json], object]) -> Says:
+def changed(change: Callable[[Json], object]) -> Responder:
     """vLLM's answer with a change."""
 
-    def says(body: Json) -> tuple[int, Json]:
+    def respond(body: Json) -> tuple[int, Json]:
         status, reply = fine(body)
         change(reply)
         return status, reply
 
-    return says
+    return respond
 
 
-def choice(**changes: object) -> Says:
+def choice(**changes: object) -> Responder:
     return changed(lambda reply: reply["choices"][0].update(changes))
 
 
 def dropped(reply: Json) -> None:
     position = reply["choices"][0]["prompt_logprobs"][2]
-    del position[next(each for each in position if each != "40")]
+    del position[next(token for token in position if token != "40")]
 
 
 def shifted(reply: Json) -> None:
@@ -127,7 +130,7 @@ def shifted(reply: Json) -> None:
 
 
 @pytest.mark.parametrize(
-    ("says", "reason"),
+    ("respond", "reason"),
     [
         (choice(prompt_token_ids=[3, 1, 41, 7]), "about other token ids: 41 at position 2, where 40 was sent"),
         (choice(prompt_token_ids=[3, 1, 40]), "nothing at position 3, where 7 was sent"),
@@ -149,20 +152,20 @@ def shifted(reply: Json) -> None:
         (lambda _: (503, {"error": "busy"}), "gave no completion.*status 503"),
     ],
 )
-def test_an_answer_that_cannot_be_used_is_one_message(says: Says, reason: str) -> None:
+def test_an_answer_that_cannot_be_used_is_one_message(respond: Responder, reason: str) -> None:
     """Catches a row made of what a server did not say."""
-    with endpoint(says) as (url, _), pytest.raises(EndpointError, match=f"teachers.0: {url}.*{reason}") as caught:
-        asked(url)
+    with endpoint(respond) as (url, _), pytest.raises(EndpointError, match=f"teachers.0: {url}.*{reason}") as caught:
+        ask(url)
     assert "\n" not in str(caught.value)
 
 
-def without_one(program: str, value: float | None) -> Says:
+def without_one(program: str, value: float | None) -> Responder:
     """An answer whose second token has no log-probability, or is NaN."""
 
     def change(reply: Json) -> None:
         if program == "vllm":
             position = reply["choices"][0]["prompt_logprobs"][2]
-            of_token = next(each for each in position if each == "40")
+            of_token = next(token for token in position if token == "40")
             position[of_token]["logprob"] = value
         elif program == "sglang":
             reply["meta_info"]["input_token_logprobs"][2][0] = value
@@ -177,12 +180,12 @@ def without_one(program: str, value: float | None) -> Says:
 def test_a_missing_log_probability_costs_one_token(program: str, value: float | None) -> None:
     """Catches a run that ends with a NaN of a server, or a row that is made of it, or shifted by it."""
     with endpoint(fine) as (url, _):
-        (whole,) = asked(url, program=program)
+        (complete,) = ask(url, program=program)
     with endpoint(without_one(program, value)) as (url, _):
-        (found,) = asked(url, program=program)
-    assert found.log_p_next.isnan().tolist() == [False, True, False, False]
+        (rows,) = ask(url, program=program)
+    assert rows.log_p_next.isnan().tolist() == [False, True, False, False]
     for name in ("ids", "log_p", "log_p_next", "log_rest"):
-        ours, theirs = (getattr(rows, name)[[0, 2, 3]] for rows in (found, whole))
+        ours, theirs = (getattr(part, name)[[0, 2, 3]] for part in (rows, complete))
         assert torch.equal(ours, theirs)
 
 
@@ -197,10 +200,10 @@ def test_a_missing_log_probability_costs_one_token(program: str, value: float | 
 def test_a_position_without_likeliest_tokens_costs_one_token(change: Callable[[Json], object]) -> None:
     """Catches likeliest tokens of a position that are made of those of the next."""
     with endpoint(changed(change)) as (url, _):
-        (found,) = asked(url)
-    assert found.log_p_next.isnan().tolist() == [False, True, False, False]
-    assert (found.ids[[0, 2, 3]] == torch.arange(4)).all()
-    assert (found.log_p[1] == -math.inf).all()
+        (rows,) = ask(url)
+    assert rows.log_p_next.isnan().tolist() == [False, True, False, False]
+    assert (rows.ids[[0, 2, 3]] == torch.arange(4)).all()
+    assert (rows.log_p[1] == -math.inf).all()
 
 
 @pytest.mark.parametrize(("missing", "length", "is_refused"), [(2, 4, True), (2, 199, True), (2, 200, False)])
@@ -214,10 +217,10 @@ def test_more_than_a_hundredth_is_an_error(missing: int, length: int, is_refused
     sequence = np.arange(length, dtype=np.int32) % VOCAB
     with endpoint(changed(change)) as (url, _):
         if not is_refused:
-            assert asked(url, sequences=[sequence])[0].log_p_next.isnan().sum() == missing
+            assert ask(url, sequences=[sequence])[0].log_p_next.isnan().sum() == missing
             return
         with pytest.raises(EndpointError, match="0 likeliest tokens of position 0"):
-            asked(url, sequences=[sequence])
+            ask(url, sequences=[sequence])
 
 
 @pytest.mark.parametrize(
@@ -236,7 +239,7 @@ def test_more_than_a_hundredth_is_an_error(missing: int, length: int, is_refused
 def test_other_programs_answers_are_checked_too(program: str, change: Callable[[Json], object], reason: str) -> None:
     """Catches an echo that is looked at with vLLM alone."""
     with endpoint(changed(change)) as (url, _), pytest.raises(EndpointError, match=reason):
-        asked(url, program=program)
+        ask(url, program=program)
 
 
 def test_requests_are_shared_out_and_bounded() -> None:
@@ -255,7 +258,7 @@ def test_requests_are_shared_out_and_bounded() -> None:
         return fine(body)
 
     with endpoint(slow) as (first, to_first), endpoint(slow) as (second, to_second):
-        asked(first, second, sequences=[IDS] * 20, concurrency=4)
+        ask(first, second, sequences=[IDS] * 20, concurrency=4)
     assert most == 4
     assert len(to_first) + len(to_second) == 20
     assert 5 <= len(to_first) <= 15
@@ -270,7 +273,7 @@ def test_answers_are_in_order() -> None:
 
     sequences = [np.array([0, each], np.int32) for each in range(8)]
     with endpoint(slow_for_some) as (url, _):
-        found = asked(url, sequences=sequences)
+        found = ask(url, sequences=sequences)
     expected = of_uniform(VOCAB)([0])[0]
     assert [float(each.log_p_next[0]) for each in found] == pytest.approx(expected[:8].tolist())
 
@@ -284,8 +287,8 @@ def test_the_others_answer_where_a_server_dies() -> None:
         return 500, {"error": "dead"}
 
     with endpoint(dies) as (first, _), endpoint(fine) as (second, answered):
-        found = asked(first, "http://127.0.0.1:1", second, sequences=[IDS] * 12, retries=3, concurrency=3)
-    assert len(found) == len(answered) == 12
+        segments = ask(first, "http://127.0.0.1:1", second, sequences=[IDS] * 12, retries=3, concurrency=3)
+    assert len(segments) == len(answered) == 12
     assert len(dead) < 6
 
 
@@ -298,10 +301,10 @@ def test_a_failure_is_tried_again_and_a_refusal_is_not() -> None:
         return (503, {}) if len(calls) == 1 else fine(body)
 
     with endpoint(hiccup) as (url, _):
-        assert len(asked(url, retries=1)) == 1
+        assert len(ask(url, retries=1)) == 1
     assert len(calls) == 2
     with endpoint(lambda _: (400, {})) as (url, bodies), pytest.raises(EndpointError, match="refused"):
-        asked(url, retries=5)
+        ask(url, retries=5)
     assert len(bodies) == 1
 
 
@@ -309,20 +312,20 @@ def test_a_server_that_failed_gets_a_single_request_after_its_rest(monkeypatch: 
     """Catches all requests that go to the dead server, since it has fewest."""
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    spread = LoadBalancer(["a", "b"])
-    with pytest.raises(EndpointError), spread.next().track_request():
+    balancer = LoadBalancer(["a", "b"])
+    with pytest.raises(EndpointError), balancer.next().track_request():
         raise EndpointError
-    with spread.next().track_request():
-        assert spread.next().url == "b"  # which has more under way, but the other rests
+    with balancer.next().track_request():
+        assert balancer.next().url == "b"  # which has more under way, but the other rests
     clock[0] += 60
-    with spread.next().track_request() as _, spread.next().track_request() as _:
-        assert [each.in_flight for each in spread._addresses] == [1, 1]
-        assert [spread.next().url for _ in range(2)] == ["b", "b"]
+    with balancer.next().track_request() as _, balancer.next().track_request() as _:
+        assert [server.in_flight for server in balancer._addresses] == [1, 1]
+        assert [balancer.next().url for _ in range(2)] == ["b", "b"]
 
 
-def checked(*urls: str, model: str = MODEL, **settings: Any) -> int | None:
-    given = Endpoint(**{"urls": urls, "logprobs": 4, **settings})
-    return check_endpoint(given, model, key="teachers.0", vocab_size=VOCAB, token=VOCAB - 1, texts=TEXTS)
+def check(*urls: str, model: str = MODEL, **settings: Any) -> int | None:
+    endpoint_settings = Endpoint(**{"urls": urls, "logprobs": 4, **settings})
+    return check_endpoint(endpoint_settings, model, key="teachers.0", vocab_size=VOCAB, token=VOCAB - 1, texts=TEXTS)
 
 
 def test_every_server_is_looked_at_before_a_run() -> None:
@@ -330,26 +333,26 @@ def test_every_server_is_looked_at_before_a_run() -> None:
     with (
         endpoint(fine, limit=9) as (short, _),
         endpoint(fine) as (long, _),
-        endpoint(fine, model="other") as (other, _),
+        endpoint(fine, model="other") as (different, _),
     ):
-        assert checked(long, short) == 8
-        with pytest.raises(EndpointError, match=f"teachers.0.urls.1={other} serves other and not big; correct"):
-            checked(long, other)
+        assert check(long, short) == 8
+        with pytest.raises(EndpointError, match=f"teachers.0.urls.1={different} serves other and not big; correct"):
+            check(long, different)
     with endpoint(fine, limit=None) as (url, _):
-        assert checked(url) is None
+        assert check(url) is None
 
 
 @pytest.mark.parametrize(
-    ("says", "reason"),
+    ("respond", "reason"),
     [
         (choice(prompt_logprobs=None), "no log-probabilities of the prompt.*teachers.0.logprobs.*--max-logprobs"),
         (lambda _: (400, {"error": "greater than max allowed"}), "greater than max allowed.*teachers.0.logprobs"),
     ],
 )
-def test_servers_that_say_too_little_are_refused(says: Says, reason: str) -> None:
+def test_servers_that_say_too_little_are_refused(respond: Responder, reason: str) -> None:
     """Catches a run that finds out at its first step, and one that tries again what is no accident."""
-    with endpoint(says) as (url, bodies), pytest.raises(EndpointError, match=reason):
-        checked(url)
+    with endpoint(respond) as (url, bodies), pytest.raises(EndpointError, match=reason):
+        check(url)
     assert len(bodies) == 1
 
 
@@ -358,7 +361,7 @@ def test_a_server_that_cannot_answer_now_is_no_matter_of_log_probabilities(statu
     """Bug: teachers.N.logprobs was to be lowered for a server that is busy or broken."""
     reason = rf" status {status}: .*busy.*; see the server's log.*teachers\.0\.urls\.0 out$"
     with endpoint(lambda _: (status, {"error": "busy"})) as (url, _), pytest.raises(EndpointError, match=reason):
-        checked(url)
+        check(url)
 
 
 def test_a_slow_server_is_told_by_a_setting_that_there_is() -> None:
@@ -372,26 +375,26 @@ def test_a_slow_server_is_told_by_a_setting_that_there_is() -> None:
         endpoint(late) as (url, _),
         pytest.raises(EndpointError, match=rf"{url}.* no answer in 0.1 s \(teachers\.0\.request_timeout_s\)"),
     ):
-        checked(url, request_timeout_s=0.1)
+        check(url, request_timeout_s=0.1)
 
 
 def test_the_key_is_sent() -> None:
     """Catches a server that refuses everything since it was started with --api-key."""
-    seen: list[str | None] = []
+    keys: list[str | None] = []
 
     class Noting(Handler):
         def _reply(self, status: int, body: Json) -> None:
-            seen.append(self.headers.get("Authorization"))
+            keys.append(self.headers.get("Authorization"))
             super()._reply(status, body)
 
     with endpoint(fine, handler=Noting) as (url, _):
-        checked(url, api_key="a-key")
-        checked(url)
-    assert seen == ["Bearer a-key"] * (len(seen) // 2) + [None] * (len(seen) // 2)
-    assert len(seen) == 2 * (2 + 2 * len(TEXTS))  # its models, two tokens, and each text alone and in a batch
+        check(url, api_key="a-key")
+        check(url)
+    assert keys == ["Bearer a-key"] * (len(keys) // 2) + [None] * (len(keys) // 2)
+    assert len(keys) == 2 * (2 + 2 * len(TEXTS))  # its models, two tokens, and each text alone and in a batch
 
 
 def test_nobody_there() -> None:
     """Catches a traceback of the HTTP library."""
     with pytest.raises(EndpointError, match=r"teachers.0.urls.0=http://127.0.0.1:1 does not answer.*start the server"):
-        checked("http://127.0.0.1:1")
+        check("http://127.0.0.1:1")

@@ -26,7 +26,7 @@ from nemo_opd.training.cache_build import CacheForm, build_cache
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import Batch
 from tests.composition import compose
-from tests.rollout.fake_server import Json, Says
+from tests.rollout.fake_server import Json, Responder
 from tests.served.endpoint import answering, endpoint, scores_of
 from tests.tiny import Tiny
 from tests.workers import on_policy
@@ -42,26 +42,30 @@ class Servers:
 
     live: RunConfig
     urls: dict[str, str]
-    asked: dict[str, list[Json]]
+    requests: dict[str, list[Json]]
 
-    def served(self, logprobs: int, *, of: RunConfig | None = None, **changes: Any) -> RunConfig:
+    def served(self, logprobs: int, *, config: RunConfig | None = None, **changes: Any) -> RunConfig:
         """The same run with served teachers. of: with other settings."""
-        settings = (of or self.live).model_dump(mode="json") | changes
-        kept = {"name", "weight", "context", "loss"}
+        settings = (config or self.live).model_dump(mode="json") | changes
+        shared = {"name", "weight", "context", "loss"}
         for i, teacher in enumerate(settings["teachers"]):
-            own = {"type": "served", "urls": [self.urls[teacher["name"]]], "model": f"the {teacher['name']}"}
-            own |= {"tokenizer": teacher["model"], "logprobs": logprobs}
-            settings["teachers"][i] = {name: teacher[name] for name in kept} | own
+            teacher_settings = {
+                "type": "served",
+                "urls": [self.urls[teacher["name"]]],
+                "model": f"the {teacher['name']}",
+            }
+            teacher_settings |= {"tokenizer": teacher["model"], "logprobs": logprobs}
+            settings["teachers"][i] = {name: teacher[name] for name in shared} | teacher_settings
         return from_dict(settings)
 
 
 def serve(stack: ExitStack, live: RunConfig) -> Servers:
-    urls, asked = {}, {}
+    urls, requests = {}, {}
     for teacher in live.teachers:
         name = f"the {teacher.name}"
-        says = answering(scores_of(teacher.reference), name)
-        urls[teacher.name], asked[teacher.name] = stack.enter_context(endpoint(says, name))
-    return Servers(live, urls, asked)
+        respond = answering(scores_of(teacher.reference), name)
+        urls[teacher.name], requests[teacher.name] = stack.enter_context(endpoint(respond, name))
+    return Servers(live, urls, requests)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +87,8 @@ def off_policy(config: RunConfig) -> list[dict[str, float]]:
 
 
 def assert_close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
-    for own, other in zip(ours, theirs, strict=True):
-        assert own == pytest.approx(other, rel=2e-4, abs=2e-5)
+    for metrics, expected in zip(ours, theirs, strict=True):
+        assert metrics == pytest.approx(expected, rel=2e-4, abs=2e-5)
 
 
 def test_all_tokens_are_the_live_teacher(servers: Servers) -> None:
@@ -109,8 +113,8 @@ def test_some_tokens_are_those_of_a_cache(servers: Servers, tmp_path: Path) -> N
         preflight(with_entropy(cached))
 
 
-def assert_same_cache(asked: Path, served: Path) -> None:
-    ours, theirs = CacheReader(served), CacheReader(asked)
+def assert_same_cache(computed: Path, served: Path) -> None:
+    ours, theirs = CacheReader(served), CacheReader(computed)
     layout = sparse_layout(theirs.manifest)
     assert ours.manifest.is_served
     assert not theirs.manifest.is_served
@@ -118,11 +122,11 @@ def assert_same_cache(asked: Path, served: Path) -> None:
     for shard in theirs.shards:
         for number in range(len(shard)):
             segment = shard.segment(number)
-            own = ours._segment(next(ours._places(shard.keys[number].tobytes())))
-            assert np.array_equal(own.tokens, segment.tokens)
-            found, expected = (layout.decode(_tensor(each.rows)) for each in (own, segment))
+            answer = ours._segment(next(ours._places(shard.keys[number].tobytes())))
+            assert np.array_equal(answer.tokens, segment.tokens)
+            rows, expected = (layout.decode(_tensor(entry.rows)) for entry in (answer, segment))
             for name in ("log_p", "log_p_next", "log_rest"):
-                np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-3, atol=1e-4)
+                np.testing.assert_allclose(getattr(rows, name), getattr(expected, name), rtol=1e-3, atol=1e-4)
 
 
 def _tensor(rows: np.ndarray) -> Any:
@@ -147,10 +151,10 @@ def test_sampled_sequences_are_asked_about(tiny: Tiny, tmp_path: Path, loss: str
     with ExitStack() as stack:
         plan = preflight(serve(stack, live.config).served(logprobs))
         assert [teacher.type for teacher in plan.config.teachers] == ["cross_tokenizer", "same_tokenizer"]
-        found, expected = curve(plan, batches), curve(live, batches)
+        actual, expected = curve(plan, batches), curve(live, batches)
         if logprobs != ALL:  # of which the overlap of the likeliest tokens is not known
-            expected = [{name: each[name] for name in each if "overlap" not in name} for each in expected]
-        assert_close(found, expected)
+            expected = [{name: metrics[name] for name in metrics if "overlap" not in name} for metrics in expected]
+        assert_close(actual, expected)
 
 
 def test_no_model_is_loaded(servers: Servers) -> None:
@@ -166,26 +170,26 @@ def test_no_model_is_loaded(servers: Servers) -> None:
 
 def test_a_run_goes_on_with_other_servers(servers: Servers, tmp_path: Path) -> None:
     """Catches a checkpoint that binds a run to an address, and a step that asks about a text more than once."""
-    for steps, more in ((1, []), (2, ["http://127.0.0.1:1"])):
+    for steps, extra_urls in ((1, []), (2, ["http://127.0.0.1:1"])):
         train = servers.live.train.model_dump() | {"max_steps": steps, "save_every": 1, "validate_every": None}
         run = {"output_dir": str(tmp_path / "run"), "resume": "auto"}
         config = servers.served(4, train=train, run=run, cluster={"launcher": "local"})
         settings = config.model_dump(mode="json")
         settings["data"]["validation"]["arrow_files"] = None
-        settings["teachers"][0]["urls"] += more
+        settings["teachers"][0]["urls"] += extra_urls
         config = from_dict(settings)
         check_inputs(config, on_policy=False)
-        if more:
+        if extra_urls:
             with pytest.raises(EndpointError, match=r"teachers.0.urls.1=.* does not answer"):
                 distil(config)
             settings["teachers"][0] |= {"urls": settings["teachers"][0]["urls"][:1], "concurrency": 1}
             config = from_dict(settings)
-        before = len(servers.asked["cross"])
+        num_before = len(servers.requests["cross"])
         distil(config)
-        asked = [tuple(body["prompt"]) for body in servers.asked["cross"][before:]]
+        requests = [tuple(body["prompt"]) for body in servers.requests["cross"][num_before:]]
         num_compared = len(TEXTS)  # before the run: each alone, and all at once
-        assert sorted(Counter(asked).values(), reverse=True)[num_compared - 1 : num_compared + 1] == [2, 1]
-        assert len(asked) > 2 * num_compared + 4
+        assert sorted(Counter(requests).values(), reverse=True)[num_compared - 1 : num_compared + 1] == [2, 1]
+        assert len(requests) > 2 * num_compared + 4
     records = read(tmp_path / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2]
     assert {record["perf/retried/cross"] for record in records} == {0}
@@ -215,14 +219,14 @@ def test_a_nan_of_a_server_costs_a_token_and_not_the_run(servers: Servers, tmp_p
     """Catches a NaN that reaches a loss or a score, or that nobody counts."""
     names = {teacher.name: f"the {teacher.name}" for teacher in servers.live.teachers}
 
-    def with_nan(right: Says) -> Says:
-        def says(body: Json) -> tuple[int, Json]:
+    def with_nan(right: Responder) -> Responder:
+        def respond(body: Json) -> tuple[int, Json]:
             status, reply = right(body)
             if len(body["prompt"]) > 10:
                 next(iter(reply["choices"][0]["prompt_logprobs"][5].values()))["logprob"] = math.nan
             return status, reply
 
-        return says
+        return respond
 
     with ExitStack() as stack:
         urls = {}
@@ -232,8 +236,8 @@ def test_a_nan_of_a_server_costs_a_token_and_not_the_run(servers: Servers, tmp_p
         train = servers.live.train.model_dump() | {"max_steps": 1, "validate_every": 1}
         aggregation = {"type": "weighted_sum", "weights": "bits_per_byte"}
         run = {"output_dir": str(tmp_path / "run")}
-        given = {"train": train, "run": run, "aggregation": aggregation, "cluster": {"launcher": "local"}}
-        distil(replace(servers, urls=urls).served(8, **given))
+        changes = {"train": train, "run": run, "aggregation": aggregation, "cluster": {"launcher": "local"}}
+        distil(replace(servers, urls=urls).served(8, **changes))
     records = read(tmp_path / "run" / "metrics.jsonl")
     for name in names:
         assert records[-1][f"perf/unanswered/{name}"] > 0
@@ -241,16 +245,16 @@ def test_a_nan_of_a_server_costs_a_token_and_not_the_run(servers: Servers, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"loss": {"type": "gold", "temperature": 2.0}}, "teachers.0.logprobs=4: .*temperature=2"),
         ({"loss": {"type": "p_kl", "vocab_topk": 9}}, "teachers.0.logprobs=4: .*vocab_topk=9"),
         ({"aggregation": {"type": "weighted_sum", "weights": "entropy"}}, "weights=entropy: teachers.0 .* is served"),
     ],
 )
-def test_what_servers_do_not_say_is_refused_before_the_run(servers: Servers, changes: dict, says: str) -> None:
+def test_what_servers_do_not_say_is_refused_before_the_run(servers: Servers, changes: dict, respond: str) -> None:
     """Catches a loss that fails at the first step."""
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=respond):
         preflight(servers.served(4, **changes))
 
 
@@ -266,8 +270,8 @@ def test_bad_settings_are_refused(servers: Servers, tmp_path: Path) -> None:
         from_dict(served | {"teachers": [teacher | {"urls": ["http://localhost:8000/v1/"]}]})
     with pytest.raises(ModelError, match=r"the same.*set teachers\.0\.tokenizer to the folder or hub name"):
         preflight(from_dict(served | {"teachers": [teacher | {"tokenizer": None}]}))
-    says = answering(scores_of(servers.live.teachers[1].reference), "the same")
-    with endpoint(says, "the same", limit=40) as (url, _):
+    respond = answering(scores_of(servers.live.teachers[1].reference), "the same")
+    with endpoint(respond, "the same", limit=40) as (url, _):
         short = from_dict(served | {"teachers": [teacher | {"urls": [url]}]})
         with pytest.raises(ConfigError, match=r"train.max_length=48: the servers of same accept 39 tokens"):
             preflight(short)
