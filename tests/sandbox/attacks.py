@@ -1,13 +1,13 @@
-"""Programs that try to harm the machine, to learn what is none of their business, or to pass without being right."""
+"""Programs that try to harm the machine, to read secrets, or to pass without being right."""
 
 import textwrap
 from dataclasses import dataclass
 
-WANTED = 918_273_645
-"""The right result, which no program knows."""
-TESTS = f"assert answer(6) == {WANTED}"
+EXPECTED = 918_273_645
+"""The right result, which is not in any program."""
+TESTS = f"assert answer(6) == {EXPECTED}"
 REACHED = "assert answer(6) is True"
-"""Passes where an attack reached what it tried to reach."""
+"""Tests that pass if the attack reached its target."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Attack:
     program: str
     tests: str = TESTS
     reasons: tuple[str, ...] = ()
-    """Reasons of the verdict, one of which is due; any where empty."""
+    """Allowed reasons of the verdict; empty allows all."""
 
 
 def _answer(body: str) -> str:
@@ -51,7 +51,7 @@ BOMBS = {
         ),
         REACHED,
     ),
-    "memory that a process gives back and keeps": Attack(
+    "shared anonymous memory": Attack(
         _answer(
             """
             import mmap
@@ -82,7 +82,7 @@ if not os.fork():
         time.sleep(99)
     os._exit(0)
 os.wait()
-def answer(n): return {WANTED}
+def answer(n): return {EXPECTED}
 """,
         reasons=("processes left behind",),
     ),
@@ -98,7 +98,7 @@ def answer(n): return {WANTED}
         REACHED,
     ),
 }
-"""Ends and resources."""
+"""Programs that exhaust resources or do not end."""
 
 SUPERVISOR = """
 import os, resource, time
@@ -115,9 +115,9 @@ BOMBS |= {
 }
 
 CHEATS = {
-    "leaves at once": Attack("import os\nos._exit(0)"),
-    "leaves when asked": Attack(_answer("import os\nos._exit(0)")),
-    "exits": Attack(_answer("raise SystemExit(0)")),
+    "exits at once": Attack("import os\nos._exit(0)"),
+    "exits when called": Attack(_answer("import os\nos._exit(0)")),
+    "raises SystemExit": Attack(_answer("raise SystemExit(0)")),
     "equals everything": Attack(
         "class Any:\n  __eq__ = lambda *_: True\n  __ne__ = lambda *_: False\n  __bool__ = lambda _: True\n"
         "def answer(n): return Any()"
@@ -172,13 +172,13 @@ CHEATS = {
         )
     ),
 }
-"""Passing without being right."""
+"""Programs that try to pass without being right."""
 
 PRINTS = {
     "infinite output": Attack("while True: print('x' * 1000)", reasons=("output",)),
     "guesses": Attack("print('passed')"),
     "right and failed": Attack("print(7)\nraise ValueError"),
-    "right and left": Attack("import os\nprint(7, flush=True)\nos._exit(3)"),
+    "right with another status": Attack("import os\nprint(7, flush=True)\nos._exit(3)"),
     "right and goes on": Attack("print(7, flush=True)\nwhile True: pass", reasons=("processor time", "time")),
     "right with a daemon": Attack(
         "import os, time\nprint(7, flush=True)\nif not os.fork():\n  [os.close(d) for d in (0, 1, 2)]\n"
@@ -186,14 +186,14 @@ PRINTS = {
         reasons=("processes left behind",),
     ),
 }
-"""Programs of which the output is compared, with 7."""
+"""Programs whose output is compared with 7."""
 
 
 def reaching(home: str, secret: str, outside: str, port: int, socket: str, driver: int) -> dict[str, Attack]:
-    """Return programs that reach for what is outside of a sandbox.
+    """Return programs that try to reach targets outside the sandbox.
 
-    home: folder of a secret file. secret: content. outside: folder to be written to. port, socket: of servers. driver:
-    a process outside.
+    home: folder with a file `token`. secret: content of the file. outside: folder to write to. port, socket: addresses
+    of servers. driver: id of a process outside.
     """
     bodies = {
         "reads its environment": f"import os\nreturn {secret!r} in str(os.environ)",

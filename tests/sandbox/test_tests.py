@@ -1,4 +1,4 @@
-"""Catches datasets' tests that are read as others, and programs that count as right or wrong by mistake."""
+"""Catches misread tests of datasets, and programs with wrong verdicts."""
 
 import json
 
@@ -95,25 +95,25 @@ def test_right_programs_pass_and_wrong_ones_do_not() -> None:
             name: [checker.submit(program, read_tests(tests, "sort")) for program in (right, wrong)]
             for name, (right, wrong, tests) in CASES.items()
         }
-        found = {name: [each.result().passed for each in both] for name, both in waiting.items()}
-    assert found == {name: [True, False] for name in CASES}
+        passed = {name: [pending.result().passed for pending in both] for name, both in waiting.items()}
+    assert passed == {name: [True, False] for name in CASES}
 
 
 @pytest.mark.world
 def test_equal_programs_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr("nemo_opd.sandbox.checker.judge", lambda *given: asked.append(given))
+    calls = []
+    monkeypatch.setattr("nemo_opd.sandbox.checker.judge", lambda *arguments: calls.append(arguments))
     tests = read_tests("assert True")
     with Checker(SETTINGS, "sandbox") as checker:
         for program in ("a", "b", "a"):
             checker.submit(program, tests).result()
         checker.submit("a", read_tests("assert False")).result()
-    assert len(asked) == 3
+    assert len(calls) == 3
 
 
 @pytest.mark.world
-def test_a_sandbox_that_can_no_longer_be_made_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bugs: a machine without memory makes every program wrong, or this one for good."""
+def test_a_sandbox_that_can_no_longer_be_created_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: every program counts as wrong if memory is full; the failure is cached as the program's verdict."""
 
     def judge(*_: object) -> None:
         raise SandboxError("no memory")
@@ -127,7 +127,7 @@ def test_a_sandbox_that_can_no_longer_be_made_ends_the_run(monkeypatch: pytest.M
         assert checker.submit("a", tests).result().passed
 
 
-def test_a_machine_without_sandboxes_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_sandboxes_is_an_error_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def judge(kind: str, *_: object) -> None:
         raise SandboxError(f"no {kind}")
 
@@ -156,6 +156,6 @@ def test_a_machine_without_sandboxes_is_told_before_training(monkeypatch: pytest
         ('[{"input": "1", "output": "2", "testtype": "functional"}]', "the tests call a function"),
     ],
 )
-def test_what_is_no_tests_is_refused(text: str, message: str) -> None:
+def test_invalid_tests_are_refused(text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_tests(text)

@@ -1,4 +1,4 @@
-"""Servers of a test that know a model's exact log-probabilities, in the form of each program."""
+"""Fake servers that answer with a model's exact log-probabilities, in the form of each program."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from nemo_opd.models.load import load_tokenizer
 from tests.rollout.fake_server import Handler, Json, Responder, fake_server
 
 Scores = Callable[[list[int]], Tensor]
-"""Ids [N] → log-probabilities [N, W] of what comes after each."""
+"""Function from ids [N] to log-probabilities [N, W] of the token after each id."""
 MODEL = "big"
 LIMIT = 4096
 _LOCK = threading.Lock()
@@ -22,7 +22,7 @@ _LOCK = threading.Lock()
 
 @cache
 def scores_of(model: str) -> Scores:
-    """Of a model's folder, in fp32, without rows of the head that are no tokens, which a teacher never hands over."""
+    """Return the model's fp32 log-probabilities, without head rows that are not tokens."""
     loaded = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32)
     size = len(load_tokenizer(model, key="model"))
 
@@ -35,12 +35,12 @@ def scores_of(model: str) -> Scores:
 
 
 def of_uniform(size: int) -> Scores:
-    """Token i is twice as likely as token i + 1, whatever came before."""
+    """Return scores of a model in which token i is always twice as likely as token i + 1."""
     return lambda ids: (-torch.arange(size) * torch.log(torch.tensor(2.0))).log_softmax(0).expand(len(ids), size)
 
 
 def answering(scores: Scores, model: str = MODEL) -> Responder:
-    """What a server of a model says to a request of any of the programs."""
+    """Return the function that answers the requests of any program."""
 
     def respond(body: Json) -> tuple[int, Json]:
         ids = body.get("prompt") or body["input_ids"]
@@ -54,7 +54,7 @@ def answering(scores: Scores, model: str = MODEL) -> Responder:
 
 
 def _top(log_p: Tensor, k: int, *first: int) -> dict[int, float]:
-    """The k likeliest and others by id: others first, as vLLM has it."""
+    """Return log-probabilities of tokens `first` and then of the k likeliest, keyed by id, in vLLM's order."""
     tokens = [*first, *(token for token in log_p.topk(k).indices.tolist() if token not in first)]
     return dict(zip(tokens, log_p[tokens].tolist(), strict=True))
 
@@ -81,7 +81,7 @@ def _echo(ids: list[int], log_p: Tensor, k: int) -> Json:
 
 def _sglang(ids: list[int], log_p: Tensor, k: int) -> Json:
     named = [[[p, token, None] for token, p in _top(row, k).items()] for row in log_p]
-    # A real one calls the last id of the vocabulary 0.
+    # SGLang echoes the last id of the vocabulary as 0.
     echoed = [token * (token < log_p.shape[1] - 1) for token in ids]
     realised = [[float(row[came]), echo, None] for row, came, echo in zip(log_p, ids[1:], echoed[1:], strict=False)]
     about = {"input_token_logprobs": [[None, echoed[0], None], *realised], "input_top_logprobs": [None, *named[:-1]]}
@@ -92,7 +92,7 @@ def _sglang(ids: list[int], log_p: Tensor, k: int) -> Json:
 def endpoint(
     respond: Responder, model: str = MODEL, limit: int | None = LIMIT, handler: type[Handler] = Handler
 ) -> Iterator[tuple[str, list[Json]]]:
-    """A server's address and the bodies of what it was asked."""
+    """Yield the server's address and the bodies of its requests."""
     bodies: list[Json] = []
 
     def noting(body: Json) -> tuple[int, Json]:

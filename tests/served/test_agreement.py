@@ -1,4 +1,4 @@
-"""What a teacher's servers say of the same texts before a run."""
+"""The comparison of a teacher's servers on the same texts before a run."""
 
 import threading
 
@@ -17,7 +17,7 @@ SEQUENCES = [np.arange(first, first + 12, dtype=np.int32) for first in (1, 5, 30
 
 
 def shifted_by(nats: float) -> Responder:
-    """What a server says that finds token 9 likelier by so much after one position."""
+    """Return answers of a server whose logit of token 9 is `nats` higher after position 7."""
 
     def scores(ids: list[int]) -> Tensor:
         logits = of_uniform(VOCAB)(ids).clone()
@@ -32,8 +32,8 @@ def checked(*urls: str) -> None:
     check_agreement(settings, MODEL, SEQUENCES, key="teachers.0", vocab_size=VOCAB)
 
 
-def test_servers_that_agree_are_told_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a bound that rounding of bfloat16 is above, and a figure of tokens that only one of them names."""
+def test_servers_that_agree_are_reported_with_their_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a bound below bfloat16's rounding, and a difference over tokens that only one server returns."""
     with endpoint(shifted_by(0.0)) as (first, _), endpoint(shifted_by(0.3)) as (second, _):
         checked(first, second)
     (line,) = capsys.readouterr().out.splitlines()
@@ -44,7 +44,7 @@ def test_servers_that_agree_are_told_by_how_much(capsys: pytest.CaptureFixture[s
 
 
 def test_servers_of_different_models_are_refused_by_name() -> None:
-    """Catches a second server with another revision, which answers half of the texts: one position is enough."""
+    """Catches a second server with another revision that differs at a single position."""
     different = shifted_by(1.2 + LARGEST_DISAGREEMENT)
     with (
         endpoint(shifted_by(0.0)) as (first, _),
@@ -57,8 +57,8 @@ def test_servers_of_different_models_are_refused_by_name() -> None:
         assert part in str(caught.value)
 
 
-def test_a_server_that_answers_otherwise_in_a_batch_is_refused_by_name() -> None:
-    """Catches a comparison of answers to single requests only, or of a batch with itself."""
+def test_a_server_with_other_answers_in_a_batch_is_refused_by_name() -> None:
+    """Catches a comparison of single requests only, or of a batch with itself."""
     together, lock, num_requests = threading.Barrier(len(SEQUENCES), timeout=30), threading.Lock(), [0]
     right, wrong = shifted_by(0.0), shifted_by(4.0)
 
@@ -68,7 +68,7 @@ def test_a_server_that_answers_otherwise_in_a_batch_is_refused_by_name() -> None
             is_alone = num_requests[0] <= len(SEQUENCES)
         if is_alone:
             return right(body)
-        together.wait()  # until all of them are there
+        together.wait()  # until all requests of the batch have arrived
         return wrong(body)
 
     refused = r"teachers.0.urls.0=http\S+ gives .* alone than in a batch.*prefix cache"
@@ -76,7 +76,7 @@ def test_a_server_that_answers_otherwise_in_a_batch_is_refused_by_name() -> None
         checked(url)
 
 
-def test_a_missing_log_probability_is_no_disagreement() -> None:
+def test_a_missing_log_probability_does_not_hide_a_disagreement() -> None:
     """Catches a NaN that makes every comparison false."""
 
     def respond(body: Json) -> tuple[int, Json]:

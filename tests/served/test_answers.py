@@ -1,4 +1,4 @@
-"""What servers say of a prompt's tokens: rows, checks, and what comes of servers that fail."""
+"""Servers' log-probabilities of a prompt: rows, checks, and servers that fail."""
 
 import math
 import threading
@@ -22,7 +22,7 @@ from tests.served.endpoint import MODEL, answering, endpoint, of_uniform
 VOCAB = 50
 IDS = np.array([3, 1, 40, 7], np.int32)
 LAST = np.array([3, 49, 0, 49, 7], np.int32)
-"""With the last id of the vocabulary."""
+"""Ids with the last id of the vocabulary."""
 TEXTS = [range(1, 9), range(20, 40)]
 fine = answering(of_uniform(VOCAB))
 
@@ -35,10 +35,10 @@ def ask(*urls: str, vocab_size: int = VOCAB, sequences: Any = (IDS,), **settings
 
 
 @pytest.mark.parametrize("program", ["vllm", "sglang", "openai"])
-def test_rows_are_those_of_the_whole_distribution(program: str) -> None:
-    """Catches rows shifted by a token, a rest that counts the token that came, and ids of the wrong end.
+def test_rows_equal_those_of_the_full_distribution(program: str) -> None:
+    """Catches rows shifted by a token, a tail with the realised token, and the least likely ids.
 
-    The oracle encodes the whole distribution, as a cache of a model that is loaded.
+    The oracle encodes the full distribution, like a cache that was filled by a loaded model.
     """
     with endpoint(fine) as (url, _):
         (rows,) = ask(url, program=program)
@@ -49,12 +49,12 @@ def test_rows_are_those_of_the_whole_distribution(program: str) -> None:
     for name in ("log_p", "log_p_next"):
         assert torch.allclose(getattr(rows, name), getattr(expected, name))
     assert torch.allclose(rows.log_rest.exp(), expected.log_rest.exp(), atol=1e-6)
-    assert rows.entropy.isnan().all()  # it would be a guess
+    assert rows.entropy.isnan().all()  # unknown from the likeliest tokens
 
 
 @pytest.mark.parametrize("program", ["vllm", "sglang", "openai"])
-def test_the_last_id_of_the_vocabulary_is_asked_about(program: str) -> None:
-    """Catches an echo that SGLang changes, taken for another prompt."""
+def test_prompts_may_contain_the_last_id_of_the_vocabulary(program: str) -> None:
+    """Catches SGLang's changed echo, refused as another prompt."""
     with endpoint(fine) as (url, _):
         (rows,) = ask(url, program=program, sequences=[LAST])
     expected = of_uniform(VOCAB)(LAST.tolist())
@@ -62,8 +62,8 @@ def test_the_last_id_of_the_vocabulary_is_asked_about(program: str) -> None:
 
 
 @pytest.mark.parametrize(("program", "longest"), [("vllm", 99), ("sglang", 93), ("openai", 99)])
-def test_the_longest_sequence_is_what_the_program_leaves(program: str, longest: int) -> None:
-    """Catches sequences that a SGLang refuses in the middle of a run: it keeps 6 positions more than others."""
+def test_the_longest_sequence_leaves_the_programs_reserve(program: str, longest: int) -> None:
+    """Catches sequences that SGLang refuses in the middle of a run, as it reserves 6 positions more."""
     with endpoint(fine, limit=100) as (url, _):
         endpoint_settings = Endpoint(urls=(url,), program=program, logprobs=4)
         assert (
@@ -72,8 +72,8 @@ def test_the_longest_sequence_is_what_the_program_leaves(program: str, longest: 
         )
 
 
-def test_a_rest_that_is_not_known_from_the_sum_is_not_0() -> None:
-    """Catches −inf, at which a reverse KL is infinite, and more than the least of the likeliest allows."""
+def test_a_tail_that_rounding_hides_is_not_0() -> None:
+    """Catches a tail of −inf, which makes a reverse KL infinite, and one above the bound by the least likely token."""
     sharp = lambda ids: torch.tensor([0.0, -18.0, -30.0, -40.0, -41.0]).log_softmax(0).expand(len(ids), 5)  # noqa: E731
     with endpoint(answering(sharp)) as (url, _):
         (rows,) = ask(url, vocab_size=5, sequences=[np.array([0, 0])], logprobs=2)
@@ -83,7 +83,7 @@ def test_a_rest_that_is_not_known_from_the_sum_is_not_0() -> None:
         assert (complete.log_rest == -math.inf).all()
 
 
-def test_rows_of_the_head_that_are_no_tokens_are_in_the_rest() -> None:
+def test_head_rows_without_a_token_are_in_the_tail() -> None:
     """Catches an id beyond the vocabulary that reaches a loss."""
     backwards = lambda ids: of_uniform(VOCAB)(ids).flip(1)  # noqa: E731
     with endpoint(answering(backwards)) as (url, _):
@@ -91,12 +91,12 @@ def test_rows_of_the_head_that_are_no_tokens_are_in_the_rest() -> None:
     assert (rows.ids[:, :2] == torch.tensor([47, 46])).all()
     assert (rows.ids[:, 2:] >= VOCAB).all()
     assert (rows.log_p[:, 2:] == -math.inf).all()
-    # 49 and 48 have 1/2 and 1/4, 47 and 46 half and a quarter of the other quarter.
+    # Tokens 49 and 48 have 1/2 and 1/4; tokens 47 and 46 have 1/8 and 1/16.
     assert rows.log_rest.exp()[-1] == pytest.approx(1 - 1 / 8 - 1 / 16, abs=1e-5)
 
 
-def test_all_tokens_are_known_or_the_answer_is_refused() -> None:
-    """Catches a token that such a row displaces, taken for one of probability 0: a reverse KL was infinite."""
+def test_a_head_row_that_displaces_a_token_is_refused() -> None:
+    """Catches a displaced token that counts as probability 0, which makes a reverse KL infinite."""
     backwards = lambda ids: of_uniform(VOCAB)(ids).flip(1)  # noqa: E731
     with endpoint(answering(backwards)) as (url, _):
         with pytest.raises(EndpointError, match=r"id 49 is not in the vocabulary"):
@@ -106,7 +106,7 @@ def test_all_tokens_are_known_or_the_answer_is_refused() -> None:
 
 
 def changed(change: Callable[[Json], object]) -> Responder:
-    """vLLM's answer with a change."""
+    """Return vLLM's answer with a change."""
 
     def respond(body: Json) -> tuple[int, Json]:
         status, reply = fine(body)
@@ -139,7 +139,6 @@ def shifted(reply: Json) -> None:
         (changed(shifted), "log-probabilities of 3 tokens, and 4 were sent"),
         (changed(lambda reply: reply.update(model="small")), "by the model 'small' and not by 'big'"),
         (lambda body: fine({**body, "logprobs": 3}), "3 likeliest tokens of position"),
-        (changed(lambda reply: reply.update(choices=[])), "an answer of another form"),
         (
             changed(lambda reply: reply["choices"][0]["prompt_logprobs"][1]["1"].update(logprob=0.5)),
             "0.5 is not a log-probability",
@@ -149,24 +148,22 @@ def shifted(reply: Json) -> None:
             "sum to 3.6",
         ),
         (lambda _: (400, {"error": "prompt longer than max_model_len"}), "refused prompt 0: status 400.*max_model_len"),
-        (lambda _: (503, {"error": "busy"}), "gave no completion.*status 503"),
     ],
 )
 def test_an_answer_that_cannot_be_used_is_one_message(respond: Responder, reason: str) -> None:
-    """Catches a row made of what a server did not say."""
+    """Catches a row of another prompt or of an incomplete answer."""
     with endpoint(respond) as (url, _), pytest.raises(EndpointError, match=f"teachers.0: {url}.*{reason}") as caught:
         ask(url)
     assert "\n" not in str(caught.value)
 
 
 def without_one(program: str, value: float | None) -> Responder:
-    """An answer whose second token has no log-probability, or is NaN."""
+    """Return an answer with `value` as the second token's log-probability."""
 
     def change(reply: Json) -> None:
         if program == "vllm":
             position = reply["choices"][0]["prompt_logprobs"][2]
-            of_token = next(token for token in position if token == "40")
-            position[of_token]["logprob"] = value
+            position["40"]["logprob"] = value
         elif program == "sglang":
             reply["meta_info"]["input_token_logprobs"][2][0] = value
         else:
@@ -178,7 +175,7 @@ def without_one(program: str, value: float | None) -> Responder:
 @pytest.mark.parametrize("value", [None, math.nan])
 @pytest.mark.parametrize("program", ["vllm", "sglang", "openai"])
 def test_a_missing_log_probability_costs_one_token(program: str, value: float | None) -> None:
-    """Catches a run that ends with a NaN of a server, or a row that is made of it, or shifted by it."""
+    """Catches a run that ends at a server's NaN, a row with the NaN, and shifted rows."""
     with endpoint(fine) as (url, _):
         (complete,) = ask(url, program=program)
     with endpoint(without_one(program, value)) as (url, _):
@@ -198,7 +195,7 @@ def test_a_missing_log_probability_costs_one_token(program: str, value: float | 
     ],
 )
 def test_a_position_without_likeliest_tokens_costs_one_token(change: Callable[[Json], object]) -> None:
-    """Catches likeliest tokens of a position that are made of those of the next."""
+    """Catches a position with the next position's likeliest tokens."""
     with endpoint(changed(change)) as (url, _):
         (rows,) = ask(url)
     assert rows.log_p_next.isnan().tolist() == [False, True, False, False]
@@ -207,8 +204,8 @@ def test_a_position_without_likeliest_tokens_costs_one_token(change: Callable[[J
 
 
 @pytest.mark.parametrize(("missing", "length", "is_refused"), [(2, 4, True), (2, 199, True), (2, 200, False)])
-def test_more_than_a_hundredth_is_an_error(missing: int, length: int, is_refused: bool) -> None:
-    """Catches a server whose log-probabilities are mostly gone, which a run would learn little from and not say."""
+def test_more_than_a_hundredth_missing_is_an_error(missing: int, length: int, is_refused: bool) -> None:
+    """Catches a run that silently learns little, as most of the server's log-probabilities are missing."""
 
     def change(reply: Json) -> None:
         for position in reply["choices"][0]["prompt_logprobs"][1 : 1 + missing]:
@@ -236,14 +233,14 @@ def test_more_than_a_hundredth_is_an_error(missing: int, length: int, is_refused
         ),
     ],
 )
-def test_other_programs_answers_are_checked_too(program: str, change: Callable[[Json], object], reason: str) -> None:
-    """Catches an echo that is looked at with vLLM alone."""
+def test_answers_of_sglang_and_openai_are_checked(program: str, change: Callable[[Json], object], reason: str) -> None:
+    """Catches checks for vLLM alone."""
     with endpoint(changed(change)) as (url, _), pytest.raises(EndpointError, match=reason):
         ask(url, program=program)
 
 
-def test_requests_are_shared_out_and_bounded() -> None:
-    """Catches a server that gets nothing, and a batch that is sent all at once."""
+def test_requests_are_balanced_and_limited() -> None:
+    """Catches a server without requests, and more requests in flight than `concurrency`."""
     lock, now, most = threading.Lock(), 0, 0
     four_together = threading.Barrier(4)
 
@@ -252,7 +249,7 @@ def test_requests_are_shared_out_and_bounded() -> None:
         with lock:
             now, most = now + 1, max(most, now + 1)
         four_together.wait(timeout=30)
-        time.sleep(0.01)  # in which a fifth would arrive
+        time.sleep(0.01)  # time for a fifth request to arrive
         with lock:
             now -= 1
         return fine(body)
@@ -264,22 +261,8 @@ def test_requests_are_shared_out_and_bounded() -> None:
     assert 5 <= len(to_first) <= 15
 
 
-def test_answers_are_in_order() -> None:
-    """Catches rows that change places when a server is slow."""
-
-    def slow_for_some(body: Json) -> tuple[int, Json]:
-        time.sleep(0.02 if body["prompt"][1] % 2 else 0)
-        return fine(body)
-
-    sequences = [np.array([0, each], np.int32) for each in range(8)]
-    with endpoint(slow_for_some) as (url, _):
-        found = ask(url, sequences=sequences)
-    expected = of_uniform(VOCAB)([0])[0]
-    assert [float(each.log_p_next[0]) for each in found] == pytest.approx(expected[:8].tolist())
-
-
-def test_the_others_answer_where_a_server_dies() -> None:
-    """Catches a run that ends with one of its servers, and one that goes on asking it for every sequence."""
+def test_healthy_servers_answer_if_another_dies() -> None:
+    """Catches a run that ends with one of its servers, and a dead server that gets a request for every sequence."""
     dead = []
 
     def dies(body: Json) -> tuple[int, Json]:
@@ -292,31 +275,15 @@ def test_the_others_answer_where_a_server_dies() -> None:
     assert len(dead) < 6
 
 
-def test_a_failure_is_tried_again_and_a_refusal_is_not() -> None:
-    """Catches retries of what can never be answered, and a hiccup that ends the run."""
-    calls = []
-
-    def hiccup(body: Json) -> tuple[int, Json]:
-        calls.append(body)
-        return (503, {}) if len(calls) == 1 else fine(body)
-
-    with endpoint(hiccup) as (url, _):
-        assert len(ask(url, retries=1)) == 1
-    assert len(calls) == 2
-    with endpoint(lambda _: (400, {})) as (url, bodies), pytest.raises(EndpointError, match="refused"):
-        ask(url, retries=5)
-    assert len(bodies) == 1
-
-
-def test_a_server_that_failed_gets_a_single_request_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches all requests that go to the dead server, since it has fewest."""
+def test_a_failed_server_gets_a_single_request_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a dead server that gets all requests, since it has the fewest in flight."""
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     balancer = LoadBalancer(["a", "b"])
     with pytest.raises(EndpointError), balancer.next().track_request():
         raise EndpointError
     with balancer.next().track_request():
-        assert balancer.next().url == "b"  # which has more under way, but the other rests
+        assert balancer.next().url == "b"  # b has more requests in flight, but a rests
     clock[0] += 60
     with balancer.next().track_request() as _, balancer.next().track_request() as _:
         assert [server.in_flight for server in balancer._addresses] == [1, 1]
@@ -328,8 +295,8 @@ def check(*urls: str, model: str = MODEL, **settings: Any) -> int | None:
     return check_endpoint(endpoint_settings, model, key="teachers.0", vocab_size=VOCAB, token=VOCAB - 1, texts=TEXTS)
 
 
-def test_every_server_is_looked_at_before_a_run() -> None:
-    """Catches a second server that serves another model, and a limit that one of them does not have."""
+def test_every_server_is_checked_before_a_run() -> None:
+    """Catches a second server with another model, and a length limit that one of the servers does not have."""
     with (
         endpoint(fine, limit=9) as (short, _),
         endpoint(fine) as (long, _),
@@ -349,23 +316,23 @@ def test_every_server_is_looked_at_before_a_run() -> None:
         (lambda _: (400, {"error": "greater than max allowed"}), "greater than max allowed.*teachers.0.logprobs"),
     ],
 )
-def test_servers_that_say_too_little_are_refused(respond: Responder, reason: str) -> None:
-    """Catches a run that finds out at its first step, and one that tries again what is no accident."""
+def test_servers_with_too_few_log_probabilities_are_refused(respond: Responder, reason: str) -> None:
+    """Catches an error only at the first step, and retries of a refusal."""
     with endpoint(respond) as (url, bodies), pytest.raises(EndpointError, match=reason):
         check(url)
     assert len(bodies) == 1
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_server_that_cannot_answer_now_is_no_matter_of_log_probabilities(status: int) -> None:
-    """Bug: teachers.N.logprobs was to be lowered for a server that is busy or broken."""
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_servers_error_does_not_blame_log_probabilities(status: int) -> None:
+    """Bug: advice to lower teachers.N.logprobs if the server is busy or broken."""
     reason = rf" status {status}: .*busy.*; see the server's log.*teachers\.0\.urls\.0 out$"
     with endpoint(lambda _: (status, {"error": "busy"})) as (url, _), pytest.raises(EndpointError, match=reason):
         check(url)
 
 
-def test_a_slow_server_is_told_by_a_setting_that_there_is() -> None:
-    """Bug: teachers.0.urls.0.request_timeout_s, which no run takes."""
+def test_a_slow_servers_error_names_an_existing_setting() -> None:
+    """Bug: teachers.0.urls.0.request_timeout_s, which does not exist."""
 
     def late(body: Json) -> tuple[int, Json]:
         time.sleep(0.5)
@@ -379,7 +346,7 @@ def test_a_slow_server_is_told_by_a_setting_that_there_is() -> None:
 
 
 def test_the_key_is_sent() -> None:
-    """Catches a server that refuses everything since it was started with --api-key."""
+    """Catches requests that a server with --api-key refuses."""
     keys: list[str | None] = []
 
     class Noting(Handler):
@@ -391,10 +358,10 @@ def test_the_key_is_sent() -> None:
         check(url, api_key="a-key")
         check(url)
     assert keys == ["Bearer a-key"] * (len(keys) // 2) + [None] * (len(keys) // 2)
-    assert len(keys) == 2 * (2 + 2 * len(TEXTS))  # its models, two tokens, and each text alone and in a batch
+    assert len(keys) == 2 * (2 + 2 * len(TEXTS))  # models, two tokens, each text alone and in a batch
 
 
-def test_nobody_there() -> None:
+def test_an_address_without_a_server_is_refused() -> None:
     """Catches a traceback of the HTTP library."""
     with pytest.raises(EndpointError, match=r"teachers.0.urls.0=http://127.0.0.1:1 does not answer.*start the server"):
         check("http://127.0.0.1:1")

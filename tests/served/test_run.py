@@ -1,4 +1,4 @@
-"""Runs whose teachers are served, against the same runs with the teachers themselves and with their caches."""
+"""Runs with served teachers against the same runs with loaded teachers and with cached teachers."""
 
 import json
 import math
@@ -38,14 +38,14 @@ ALL = 99_999
 
 @dataclass(frozen=True)
 class Servers:
-    """A server of each teacher of a run, by its name, and what it was asked."""
+    """Servers of a run's teachers, and their requests, keyed by the teacher's name."""
 
     live: RunConfig
     urls: dict[str, str]
     requests: dict[str, list[Json]]
 
     def served(self, logprobs: int, *, config: RunConfig | None = None, **changes: Any) -> RunConfig:
-        """The same run with served teachers. of: with other settings."""
+        """Return the same run with served teachers. config: replaces `live`."""
         settings = (config or self.live).model_dump(mode="json") | changes
         shared = {"name", "weight", "context", "loss"}
         for i, teacher in enumerate(settings["teachers"]):
@@ -75,7 +75,7 @@ def servers(tiny: Tiny) -> Iterator[Servers]:
 
 
 def curve(plan: Plan, batches: Sequence[Batch]) -> list[dict[str, float]]:
-    """Steps, a validation, and the teachers' bits per byte."""
+    """Return the metrics of steps, of a validation, and of the teachers' bits per byte."""
     with opened(plan) as models:
         steps = [train_step(models, batch) for batch in batches]
         return [*steps, evaluate(models, batches[0]), values(models.evaluate_teachers(batches[0]))]
@@ -91,30 +91,30 @@ def assert_close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
         assert metrics == pytest.approx(expected, rel=2e-4, abs=2e-5)
 
 
-def test_all_tokens_are_the_live_teacher(servers: Servers) -> None:
-    """Catches rows of another sequence or shifted by one, and scores that are read off a part of the distribution."""
+def test_all_tokens_equal_the_loaded_teacher(servers: Servers) -> None:
+    """Catches rows of another sequence or shifted by one, and scores over a part of the distribution."""
     aggregation = {"type": "weighted_sum", "weights": "max_probability"}
     live = from_dict(servers.live.model_dump(mode="json") | {"aggregation": aggregation})
     assert_close(off_policy(servers.served(ALL, of=live)), off_policy(live))
 
 
-def test_some_tokens_are_those_of_a_cache(servers: Servers, tmp_path: Path) -> None:
-    """Catches a rest that is not the cache's; and a cache filled by servers that holds other answers or texts."""
+def test_some_tokens_equal_a_cache(servers: Servers, tmp_path: Path) -> None:
+    """Catches a tail unlike the cache's, and a cache filled by servers with other answers or texts."""
     served = servers.served(8)
     caches = []
     for i, name in enumerate(servers.live.active_names):
-        for kind, config in (("asked", servers.live), ("served", served)):
+        for kind, config in (("loaded", servers.live), ("served", served)):
             build_cache(config, i, tmp_path / f"{name}_{kind}", CacheForm(8, 4))
         caches.append({"name": name, "type": "cached", "cache": str(tmp_path / f"{name}_served"), "weight": 0.5})
-        assert_same_cache(tmp_path / f"{name}_asked", tmp_path / f"{name}_served")
+        assert_same_cache(tmp_path / f"{name}_loaded", tmp_path / f"{name}_served")
     cached = from_dict(servers.live.model_dump(mode="json") | {"teachers": caches})
     assert_close(off_policy(served), off_policy(cached))
     with pytest.raises(ConfigError, match=r"aggregation.weights=entropy: the answers in teachers.0.cache=.*servers"):
         preflight(with_entropy(cached))
 
 
-def assert_same_cache(computed: Path, served: Path) -> None:
-    ours, theirs = CacheReader(served), CacheReader(computed)
+def assert_same_cache(loaded: Path, served: Path) -> None:
+    ours, theirs = CacheReader(served), CacheReader(loaded)
     layout = sparse_layout(theirs.manifest)
     assert ours.manifest.is_served
     assert not theirs.manifest.is_served
@@ -141,9 +141,9 @@ def with_entropy(config: RunConfig) -> RunConfig:
 
 
 @pytest.mark.parametrize(("loss", "logprobs"), [("context", ALL), ("tcad", ALL), ("sampled_kl", 4), ("grpo", ALL)])
-def test_sampled_sequences_are_asked_about(tiny: Tiny, tmp_path: Path, loss: str, logprobs: int) -> None:
-    """Catches a teacher that reads another prompt than its context, and scores or gaps that servers do not give; and
-    more log-probabilities than a loss of what was sampled needs.
+def test_on_policy_runs_equal_loaded_teachers(tiny: Tiny, tmp_path: Path, loss: str, logprobs: int) -> None:
+    """Catches a teacher that reads another prompt than its context, scores or gaps that servers cannot give, and more
+    log-probabilities than a loss of the sampled tokens needs.
     """
     prompts = on_policy.write_prompts(tmp_path)
     live = on_policy.plan(tiny, prompts, *on_policy.LOSSES[loss])
@@ -152,13 +152,13 @@ def test_sampled_sequences_are_asked_about(tiny: Tiny, tmp_path: Path, loss: str
         plan = preflight(serve(stack, live.config).served(logprobs))
         assert [teacher.type for teacher in plan.config.teachers] == ["cross_tokenizer", "same_tokenizer"]
         actual, expected = curve(plan, batches), curve(live, batches)
-        if logprobs != ALL:  # of which the overlap of the likeliest tokens is not known
+        if logprobs != ALL:  # the overlap of the likeliest tokens is then unknown
             expected = [{name: metrics[name] for name in metrics if "overlap" not in name} for metrics in expected]
         assert_close(actual, expected)
 
 
 def test_no_model_is_loaded(servers: Servers) -> None:
-    """Catches a run that counts a teacher's weights or FLOPs, and one of which config.yaml is another run."""
+    """Catches a run that counts a teacher's weights or FLOPs, and a config.yaml that describes another run."""
     plan = preflight(servers.served(4))
     assert [teacher.type for teacher in plan.config.teachers] == ["cross_tokenizer", "same_tokenizer"]
     assert plan.utilization.teachers == (None, None)
@@ -169,7 +169,7 @@ def test_no_model_is_loaded(servers: Servers) -> None:
 
 
 def test_a_run_goes_on_with_other_servers(servers: Servers, tmp_path: Path) -> None:
-    """Catches a checkpoint that binds a run to an address, and a step that asks about a text more than once."""
+    """Catches a checkpoint that binds a run to an address, and repeated requests for the same text."""
     for steps, extra_urls in ((1, []), (2, ["http://127.0.0.1:1"])):
         train = servers.live.train.model_dump() | {"max_steps": steps, "save_every": 1, "validate_every": None}
         run = {"output_dir": str(tmp_path / "run"), "resume": "auto"}
@@ -187,7 +187,7 @@ def test_a_run_goes_on_with_other_servers(servers: Servers, tmp_path: Path) -> N
         num_before = len(servers.requests["cross"])
         distil(config)
         requests = [tuple(body["prompt"]) for body in servers.requests["cross"][num_before:]]
-        num_compared = len(TEXTS)  # before the run: each alone, and all at once
+        num_compared = len(TEXTS)  # before the run: each text alone and all in a batch
         assert sorted(Counter(requests).values(), reverse=True)[num_compared - 1 : num_compared + 1] == [2, 1]
         assert len(requests) > 2 * num_compared + 4
     records = read(tmp_path / "run" / "metrics.jsonl")
@@ -195,8 +195,8 @@ def test_a_run_goes_on_with_other_servers(servers: Servers, tmp_path: Path) -> N
     assert {record["perf/retried/cross"] for record in records} == {0}
 
 
-def test_a_server_that_goes_wrong_ends_the_run(servers: Servers, tmp_path: Path) -> None:
-    """Catches a step that learns from what a server said of other ids."""
+def test_a_server_with_wrong_answers_ends_the_run(servers: Servers, tmp_path: Path) -> None:
+    """Catches a step that learns from log-probabilities of other ids."""
     name = "the cross"
     right, calls = answering(scores_of(servers.live.teachers[0].reference), name), []
 
@@ -215,8 +215,8 @@ def test_a_server_that_goes_wrong_ends_the_run(servers: Servers, tmp_path: Path)
     assert "change teachers.0.urls" in str(caught.value)
 
 
-def test_a_nan_of_a_server_costs_a_token_and_not_the_run(servers: Servers, tmp_path: Path) -> None:
-    """Catches a NaN that reaches a loss or a score, or that nobody counts."""
+def test_a_servers_nan_costs_a_token_and_not_the_run(servers: Servers, tmp_path: Path) -> None:
+    """Catches a NaN that reaches a loss or a score, or is not counted."""
     names = {teacher.name: f"the {teacher.name}" for teacher in servers.live.teachers}
 
     def with_nan(right: Responder) -> Responder:
@@ -252,17 +252,19 @@ def test_a_nan_of_a_server_costs_a_token_and_not_the_run(servers: Servers, tmp_p
         ({"aggregation": {"type": "weighted_sum", "weights": "entropy"}}, "weights=entropy: teachers.0 .* is served"),
     ],
 )
-def test_what_servers_do_not_say_is_refused_before_the_run(servers: Servers, changes: dict, respond: str) -> None:
+def test_settings_that_servers_cannot_answer_are_refused_before_the_run(
+    servers: Servers, changes: dict, message: str
+) -> None:
     """Catches a loss that fails at the first step."""
-    with pytest.raises(ConfigError, match=respond):
+    with pytest.raises(ConfigError, match=message):
         preflight(servers.served(4, **changes))
 
 
 def test_bad_settings_are_refused(servers: Servers, tmp_path: Path) -> None:
-    """Catches settings of a model that are ignored, a name without a tokenizer, and texts longer than servers read."""
+    """Catches ignored settings of a model, a name without a tokenizer, and texts longer than the servers' limit."""
     served = servers.served(4).model_dump(mode="json")
     teacher = served["teachers"][1]
-    with pytest.raises(ConfigError, match="dtype has no effect: the same is computed by the servers"):
+    with pytest.raises(ConfigError, match="dtype has no effect: the same is loaded by the servers"):
         from_dict(served | {"teachers": [teacher | {"dtype": "float16"}]})
     with pytest.raises(ConfigError, match=r"urls\.0='localhost': it is not an address of a server"):
         from_dict(served | {"teachers": [teacher | {"urls": ["localhost"]}]})
@@ -280,8 +282,10 @@ def test_bad_settings_are_refused(servers: Servers, tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_the_command_asks_servers(servers: Servers, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches texts that are cut otherwise than without servers, and a model that is looked for."""
+def test_the_command_fills_a_cache_from_servers(
+    servers: Servers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches texts that are cut differently than without servers, and a model that is loaded."""
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"A text, the {i}th."}) + "\n" for i in range(5)))
     model = servers.live.teachers[1].reference
@@ -289,10 +293,10 @@ def test_the_command_asks_servers(servers: Servers, tmp_path: Path, capsys: pyte
     served = ["--urls", servers.urls["same"], "--model", "the same", "--tokenizer", model]
     assert main(["cache", "build", *served, *common, "--output", str(tmp_path / "served")]) == 0
     assert (
-        main(["cache", "build", "--model", model, *common, "--output", str(tmp_path / "asked"), "--dtype", "float32"])
+        main(["cache", "build", "--model", model, *common, "--output", str(tmp_path / "loaded"), "--dtype", "float32"])
         == 0
     )
-    ours, theirs = (CacheReader(tmp_path / name) for name in ("served", "asked"))
+    ours, theirs = (CacheReader(tmp_path / name) for name in ("served", "loaded"))
     assert {key.tobytes() for key in ours.shards[0].keys} == {key.tobytes() for key in theirs.shards[0].keys}
     capsys.readouterr()
     with pytest.raises(SystemExit) as refused:

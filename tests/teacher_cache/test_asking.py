@@ -1,4 +1,4 @@
-"""A teacher on several ranks, behind prompts of its own, and about what a run's cache lacks."""
+"""Caches filled by a teacher on several ranks, with contexts, and for segments that a run's cache lacks."""
 
 import json
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def live(tmp_path: Path) -> RunConfig:
 
 
 def run_with(teachers: str, folder: Path) -> RunConfig:
-    files = [f"data.{of}.arrow_files=[]" for of in ("train", "validation")]
+    files = [f"data.{split}.arrow_files=[]" for split in ("train", "validation")]
     files += [f"data.train.jsonl_files={texts_in(folder)}", "train.validate_every=null"]
     return compose(f"teachers={teachers}", *SETTINGS, *files)
 
@@ -63,9 +63,9 @@ def build_all(jobs: Sequence[Job]) -> list[int]:
     return [build_cache(job.config, 1, job.folder, job.form).segments for job in jobs]
 
 
-def test_ranks_say_what_one_says(tmp_path: Path) -> None:
-    """Catches rows of another rank's segments or of half of the vocabulary, a head in the wrong order, and ranks that
-    wait for others which have no segments left.
+def test_several_ranks_equal_one(tmp_path: Path) -> None:
+    """Catches another rank's rows, rows of half the vocabulary, a head in the wrong order, and a deadlock when some
+    ranks have no segments left.
     """
     layouts: dict[str, dict[str, Any]] = {"sharded": {}, "cut": {"tp": 2}}
     forms, live = {"hidden": CacheForm(None), "some": CacheForm(8, 4)}, run_with("demo_multi", tmp_path)
@@ -82,8 +82,8 @@ def test_ranks_say_what_one_says(tmp_path: Path) -> None:
         alone = CacheReader(tmp_path / job.folder.name.partition("_")[0])
         for segment in alone.each():
             ids = np.frombuffer(np.pad(segment.tokens, ((0, 0), (0, 4 - segment.tokens.shape[1]))).tobytes(), "<i4")
-            found, expected = (decoded(reader, ids) for reader in (CacheReader(job.folder), alone))
-            torch.testing.assert_close(found, expected, rtol=RTOL, atol=1e-4)
+            rows, expected = (decoded(reader, ids) for reader in (CacheReader(job.folder), alone))
+            torch.testing.assert_close(rows, expected, rtol=RTOL, atol=1e-4)
         if job.form.top_k is None:
             heads = [load_head(folder, "cpu") for folder in (job.folder, alone.folder)]
             assert torch.equal(heads[0].weight, heads[1].weight)
@@ -93,16 +93,16 @@ def decoded(reader: CacheReader, ids: np.ndarray) -> torch.Tensor:
     rows = torch.from_numpy(np.array(reader.segment(ids).rows))
     if reader.manifest.form == "hidden_states":
         return rows.view(torch.float32)
-    known = sparse_layout(reader.manifest).decode(rows)
-    return torch.cat([known.log_p, known.log_p_next[:, None].nan_to_num(neginf=0), known.log_rest[:, None]], 1)
+    sparse = sparse_layout(reader.manifest).decode(rows)
+    return torch.cat([sparse.log_p, sparse.log_p_next[:, None].nan_to_num(neginf=0), sparse.log_rest[:, None]], 1)
 
 
 def test_a_cache_that_lacks_texts_is_filled(live: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a damaged segment that is not asked about again, one that is asked about in each run, and a run that
-    loads the teacher though nothing is missing.
+    """Catches a damaged segment that is not replaced or is replaced in each run, and a teacher that is loaded although
+    nothing is missing.
     """
     folder = tmp_path / "c"
-    whole = build_cache(live, 0, folder, CacheForm(None), shard_bytes=30_000).segments
+    num_segments = build_cache(live, 0, folder, CacheForm(None), shard_bytes=30_000).segments
     removed, damaged, *_ = shard_files(folder)
     removed.unlink()
     content = bytearray(damaged.read_bytes())
@@ -112,13 +112,13 @@ def test_a_cache_that_lacks_texts_is_filled(live: RunConfig, tmp_path: Path, mon
     fill_caches(preflight(config))
 
     assert curve(config) == curve(live)
-    assert len(CacheReader(folder)) == whole + 1  # the damaged one is still there
+    assert len(CacheReader(folder)) == num_segments + 1  # the damaged segment is still there
     monkeypatch.setattr(cache_build, "CacheTeacher", None)
     fill_caches(preflight(config))
 
 
-def test_a_cache_is_asked_for_as_it_was(live: RunConfig, tmp_path: Path) -> None:
-    """Bug: likeliest tokens of logits in bfloat16 among those of hidden states, where the run has another handoff."""
+def test_a_cache_is_filled_with_its_own_handoff(live: RunConfig, tmp_path: Path) -> None:
+    """Bug: a run with another handoff adds segments from bfloat16 logits to a cache from hidden states."""
     folder, form = tmp_path / "c", CacheForm(4)
     build_cache(live, 0, folder, form)
     with_logits = from_dict(live.model_dump(mode="json") | {"handoff": {"type": "logits"}})
@@ -131,9 +131,9 @@ def test_a_cache_is_asked_for_as_it_was(live: RunConfig, tmp_path: Path) -> None
     assert len(CacheReader(folder))
 
 
-def test_a_head_that_is_not_as_written_is_written_anew(live: RunConfig, tmp_path: Path) -> None:
-    """Catches a flipped bit of the head that is trained on, and a command that finds all segments there and leaves a
-    cache without its head as it is.
+def test_a_damaged_or_missing_head_is_written_again(live: RunConfig, tmp_path: Path) -> None:
+    """Catches training on a head with a flipped bit, and a command that does not restore a missing head if all segments
+    are there.
     """
     folder = tmp_path / "c"
     build_cache(live, 0, folder, CacheForm(None))
@@ -152,8 +152,8 @@ def test_a_head_that_is_not_as_written_is_written_anew(live: RunConfig, tmp_path
     assert head.read_bytes() == written
 
 
-def test_a_damaged_head_is_not_verified(live: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a cache that no run reads, of which the command says that all is as it was written."""
+def test_verify_finds_a_damaged_head(live: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: the command reports an intact cache although no run can read it."""
     build_cache(live, 0, tmp_path / "c", CacheForm(None))
     head = tmp_path / "c" / "head.safetensors"
     head.write_bytes(head.read_bytes()[:-1] + b"?")
@@ -161,7 +161,7 @@ def test_a_damaged_head_is_not_verified(live: RunConfig, tmp_path: Path, capsys:
     assert "head.safetensors is damaged" in capsys.readouterr().err
 
 
-def test_a_model_that_has_changed_is_not_asked(live: RunConfig, tmp_path: Path) -> None:
+def test_a_changed_model_does_not_fill_a_cache(live: RunConfig, tmp_path: Path) -> None:
     """Catches answers of two teachers in one cache."""
     folder = tmp_path / "c"
     build_cache(live, 0, folder, CacheForm(4))
@@ -179,8 +179,8 @@ def test_a_model_that_has_changed_is_not_asked(live: RunConfig, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("type_", ["same_tokenizer", "cross_tokenizer"])
-def test_answers_behind_a_context(type_: str, tmp_path: Path) -> None:
-    """Catches a cache whose run renders another prompt, and one text's answers behind another record's context."""
+def test_a_cache_with_a_context(type_: str, tmp_path: Path) -> None:
+    """Catches a run that renders another prompt than the cache's, and answers with another record's context."""
     for name, template in (("student", STUDENT), ("teacher", TEACHER)):
         (tmp_path / f"{name}.jinja").write_text(template)
     rows = [
@@ -192,11 +192,11 @@ def test_answers_behind_a_context(type_: str, tmp_path: Path) -> None:
     ]
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    of_type = type_.removesuffix("_tokenizer")
+    kind = type_.removesuffix("_tokenizer")
     teacher = {
-        "name": of_type,
+        "name": kind,
         "type": type_,
-        "model": f"demo:teacher_{of_type}",
+        "model": f"demo:teacher_{kind}",
         "dtype": "float32",
         "chat_template": str(tmp_path / "teacher.jinja"),
         "context": {"template": "{prompt} ({hint})"},
@@ -208,17 +208,17 @@ def test_answers_behind_a_context(type_: str, tmp_path: Path) -> None:
     assert build_cache(live, 0, tmp_path / "c", CacheForm(None)).segments == 6
 
     config = cached(live, tmp_path / "c", context=teacher["context"])
-    assert [each.type for each in preflight(config).config.teachers] == [type_]
+    assert [teacher_config.type for teacher_config in preflight(config).config.teachers] == [type_]
     assert curve(config) == curve(live)
     with pytest.raises(ConfigError, match=r"context\.gap_every=5: cache="):
         cached(live, tmp_path / "c", context={**teacher["context"], "gap_every": 5})
 
 
-def test_the_command_is_for_one_process_too(
+def test_the_command_can_run_twice_in_a_process(
     live: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a second world in a process that has driven one."""
+    """Catches a second process group in the same process."""
     files = ["--model", "demo:teacher_same", "--data", str(texts_in(tmp_path)), "--output", str(tmp_path / "c")]
-    for said in ("0 were there", "0 segments of 0 tokens added"):
+    for output in ("0 were there", "0 segments of 0 tokens added"):
         assert main(["cache", "build", *files, "--top-k", "4"]) == 0
-        assert said in capsys.readouterr().out
+        assert output in capsys.readouterr().out

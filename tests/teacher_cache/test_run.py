@@ -1,4 +1,4 @@
-"""Runs whose teachers were asked before, against the same runs with the teachers themselves."""
+"""Runs with cached teachers against the same runs with loaded teachers."""
 
 import json
 import shutil
@@ -47,21 +47,21 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Both of the demo's teachers: hidden states, 8 tokens in 3 bytes, and all tokens in 4."""
+    """Build caches of both demo teachers: hidden states, 8 tokens in 3 bytes, and all tokens in 4 bytes."""
     folder = tmp_path_factory.mktemp("caches")
     texts = folder / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{text} {i}"}) + "\n" for i in range(3) for text in TEXTS))
     kinds = "arrow_files=[]", f"jsonl_files={texts}"
-    files = [f"data.{of}.{kind}" for of in ("train", "validation") for kind in kinds]
+    files = [f"data.{split}.{kind}" for split in ("train", "validation") for kind in kinds]
     live = compose(*SETTINGS, *files)
     for i, name in enumerate(live.active_names):
-        for form, kept in (("hidden", CacheForm(None)), ("some", CacheForm(8)), ("all", CacheForm(99_999, 4))):
-            build_cache(live, i, folder / f"{name}_{form}", kept, shard_bytes=100_000)
+        for form, cache_form in (("hidden", CacheForm(None)), ("some", CacheForm(8)), ("all", CacheForm(99_999, 4))):
+            build_cache(live, i, folder / f"{name}_{form}", cache_form, shard_bytes=100_000)
     return Built(live, folder)
 
 
 def curve(config: RunConfig, batches: Sequence[Batch] = ()) -> list[dict[str, float]]:
-    """Two steps, a validation, and the teachers' bits per byte."""
+    """Return the metrics of two steps, of a validation, and of the teachers' bits per byte."""
     plan = preflight(config)
     batches = batches or first_batches(plan, 2)
     with opened(plan) as models:
@@ -74,29 +74,29 @@ def live_curve(built: Built) -> list[dict[str, float]]:
     return curve(built.live)
 
 
-def test_hidden_states_are_the_live_teacher_to_the_bit(built: Built, live_curve: list[dict[str, float]]) -> None:
-    """Catches a row of another token, a head of another shape, and windows that are cut otherwise than in the run."""
+def test_hidden_states_equal_the_loaded_teacher_bit_for_bit(built: Built, live_curve: list[dict[str, float]]) -> None:
+    """Catches a row of another token, a head of another shape, and windows that are cut differently than in the run."""
     assert curve(built.cached("hidden")) == live_curve
 
 
-def test_all_tokens_are_the_live_teacher(built: Built) -> None:
-    """Catches scores that are read off a part of the distribution, and rows that go through the handoff shifted."""
+def test_all_tokens_equal_the_loaded_teacher(built: Built) -> None:
+    """Catches scores over a part of the distribution, and rows that the handoff shifts."""
     aggregation = {"type": "weighted_sum", "weights": "max_probability"}
     live = from_dict(built.live.model_dump(mode="json") | {"aggregation": aggregation})
     for ours, theirs in zip(curve(built.cached("all", aggregation=aggregation)), curve(live), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-5)
 
 
-def test_some_tokens_are_a_coarser_view(built: Built, live_curve: list[dict[str, float]]) -> None:
-    """Catches a teacher whose rest is lost on the way: KD must be below the live one, and not near 0."""
+def test_some_tokens_have_a_lower_divergence(built: Built, live_curve: list[dict[str, float]]) -> None:
+    """Catches a lost tail: KD must be below the loaded teacher's, and not near 0."""
     some, live = curve(built.cached("some"))[0], live_curve[0]
     for name in ("kd/cross", "kd/same"):
         assert 0.1 * live[name] < some[name] < live[name]
     assert some["ce"] == live["ce"]
 
 
-def test_type_is_found_out_and_no_model_is_loaded(built: Built) -> None:
-    """Catches a cache that is aligned with itself, and one whose run counts a teacher's weights or FLOPs."""
+def test_the_type_is_inferred_and_no_model_is_loaded(built: Built) -> None:
+    """Catches a cross-tokenizer cache without alignment, and a run that counts a teacher's weights or FLOPs."""
     plan = preflight(built.cached("some"))
     assert [teacher.type for teacher in plan.config.teachers] == ["cross_tokenizer", "same_tokenizer"]
     assert plan.utilization.teachers == (None, None)
@@ -106,8 +106,8 @@ def test_type_is_found_out_and_no_model_is_loaded(built: Built) -> None:
     assert again.config == plan.config
 
 
-def test_a_text_that_nobody_asked_about_is_named(built: Built) -> None:
-    """Catches a step with zeros in the place of answers."""
+def test_a_text_without_answers_is_named(built: Built) -> None:
+    """Catches a step with zeros in place of answers."""
     plan = preflight(built.cached("hidden"))
     (batch,) = first_batches(plan, 1)
     batch.teachers[0].tokens.ids[0, 1] += 1
@@ -115,8 +115,8 @@ def test_a_text_that_nobody_asked_about_is_named(built: Built) -> None:
         curve(built.cached("hidden"), [batch])
 
 
-def test_what_a_cache_lacks_is_named_before_the_run(built: Built, tmp_path: Path) -> None:
-    """Catches a run with other texts, or a damaged shard, that begins and ends at a step."""
+def test_missing_segments_are_named_before_the_run(built: Built, tmp_path: Path) -> None:
+    """Catches other texts or a damaged shard that end a run at a later step."""
     settings = built.cached("hidden").model_dump(mode="json")
     settings["train"]["max_length"] -= 1
     with pytest.raises(DataError, match=r"teachers.0.cache: .* holds no answers of demo:teacher_cross to segment"):
@@ -131,20 +131,22 @@ def test_what_a_cache_lacks_is_named_before_the_run(built: Built, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"loss": {"type": "gold", "temperature": 2.0}}, "temperature=2"),
         ({"loss": {"type": "p_kl", "vocab_topk": 9}}, "vocab_topk=9"),
     ],
 )
-def test_what_a_cache_cannot_answer_is_refused_before_the_run(built: Built, changes: dict, says: str) -> None:
+def test_settings_that_a_cache_cannot_answer_are_refused_before_the_run(
+    built: Built, changes: dict, message: str
+) -> None:
     """Catches a loss that fails at the first step, with models loaded."""
-    with pytest.raises(ConfigError, match=f"teachers.0.cache=.*{says}"):
+    with pytest.raises(ConfigError, match=f"teachers.0.cache=.*{message}"):
         preflight(built.cached("some", **changes))
 
 
 def test_bad_settings_are_refused(built: Built) -> None:
-    """Catches a folder that is no cache, and settings of a model that are ignored."""
+    """Catches a folder that is not a cache, and ignored settings of a model."""
     settings = built.live.model_dump(mode="json")
     entry = {"name": "cross", "type": "cached", "cache": str(built.folder)}
     with pytest.raises(DataError, match=r"teachers.0.cache: .* is not a teacher cache"):
@@ -156,29 +158,29 @@ def test_bad_settings_are_refused(built: Built) -> None:
 
 
 def test_another_tokenizer_in_the_folder_is_refused(built: Built, tmp_path: Path) -> None:
-    """Catches answers about one tokenizer's ids that are read as those of another, in a config.yaml of before too."""
-    settled = preflight(built.cached("some")).config.model_dump(mode="json")
+    """Catches answers to one tokenizer's ids that are read as another tokenizer's, also with a run's config.yaml."""
+    saved = preflight(built.cached("some")).config.model_dump(mode="json")
     folder = shutil.copytree(built.folder / "cross_some", tmp_path / "c")
     load_tokenizer("demo:student", key="").save_pretrained(folder)
     message = "teachers.0.cache: its answers were made with another tokenizer .*; put the tokenizer of demo:teach"
-    for settings, model in ((built.cached("some").model_dump(mode="json"), {}), (settled, {"model": str(folder)})):
+    for settings, model in ((built.cached("some").model_dump(mode="json"), {}), (saved, {"model": str(folder)})):
         settings["teachers"] = [settings["teachers"][0] | {"cache": str(folder)} | model]
         with pytest.raises(DataError, match=message):
             preflight(from_dict(settings))
 
 
-def test_workers_share_the_work_and_add_what_is_missing(built: Built, tmp_path: Path) -> None:
-    """Catches a segment that no worker takes, one that two take, and one that is asked about again."""
+def test_workers_share_the_segments_and_add_only_missing_ones(built: Built, tmp_path: Path) -> None:
+    """Catches a segment that no worker or two workers answer, and one that is answered again."""
     parts = [build_cache(built.live, 1, tmp_path / "c", CacheForm(4), part=CacheShard(index, 2)) for index in range(2)]
     assert all(part.segments for part in parts)
-    whole = CacheReader(built.folder / "same_some")
-    assert sum(part.segments for part in parts) == len(whole) == len(CacheReader(tmp_path / "c"))
+    complete = CacheReader(built.folder / "same_some")
+    assert sum(part.segments for part in parts) == len(complete) == len(CacheReader(tmp_path / "c"))
     again = build_cache(built.live, 1, tmp_path / "c", CacheForm(4))
-    assert (again.segments, again.there) == (0, len(whole))
+    assert (again.segments, again.there) == (0, len(complete))
 
 
 def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches flags that name other texts than a run's settings do, where the student has the teacher's tokenizer."""
+    """Catches flags that cut other segments than a run's settings do."""
     folder = tmp_path / "c"
     files = ["--model", "demo:teacher_same", "--data", str(built.folder / "texts.jsonl"), "--dtype", "float32"]
     assert exit_status("cache", "build", *files, "--output", str(folder), "--max-length", "48", "--top-k", "8") == 0
@@ -190,33 +192,26 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
     for segment in CacheReader(built.folder / "same_some").shards[0].keys[:5]:
         assert segment.tobytes() in reader
     assert exit_status("cache", "inspect", str(folder)) == 0
-    assert "hidden size" not in capsys.readouterr().out  # of the other form
+    assert "hidden size" not in capsys.readouterr().out  # only for the other form
     assert exit_status("cache", "inspect", str(folder), "--segment", "0") == 0
     assert "likeliest" in capsys.readouterr().out
     assert exit_status("cache", "inspect", str(folder), "--segment", "99999") == 1
     assert f"has {len(reader)}, counted from 0" in capsys.readouterr().err
     assert exit_status("cache", "build", *files, "--output", str(folder), "--hidden-states") == 1
     assert "is a cache of other answers" in capsys.readouterr().err
-    of_run = ["--config", str(tmp_path / "run.yaml"), "--output", str(folder), "--top-k", "8"]
-    assert exit_status("cache", "build", *of_run, "--dtype", "float32") == 1
+    run_arguments = ["--config", str(tmp_path / "run.yaml"), "--output", str(folder), "--top-k", "8"]
+    assert exit_status("cache", "build", *run_arguments, "--dtype", "float32") == 1
     assert "--dtype=float32 has no effect with --config" in capsys.readouterr().err
     chats = ["--model", "demo:teacher_same", "--data", "chats.jsonl", "--messages-key", "chat", "--output", str(folder)]
     assert exit_status("cache", "build", *chats, "--top-k", "8", "--no-packing") == 1
     assert "--no-packing=True has no effect with --messages-key" in capsys.readouterr().err
-    nothing = [
-        "--model",
-        "demo:teacher_same",
-        "--data",
-        str(tmp_path / "none.jsonl"),
-        "--output",
-        str(tmp_path / "none"),
-    ]
-    assert exit_status("cache", "build", *nothing, "--top-k", "8") == 1
+    missing = ["--model", "demo:teacher_same", "--data", str(tmp_path / "none.jsonl")]
+    assert exit_status("cache", "build", *missing, "--output", str(tmp_path / "none"), "--top-k", "8") == 1
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
-    ("written", "more", "message"),
+    ("content", "extra_arguments", "message"),
     [
         ("[1, 2]", [], "run.yaml: the configuration cannot be composed (primary config 'run' must be a DictConfig"),
         ("", [], "data: required, but not given"),
@@ -225,43 +220,51 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("run: {name: a}", ["--urls", "http://127.0.0.1:1"], "--urls: requests to the servers need the model's name"),
     ],
 )
-def test_settings_that_cannot_be_read_are_told(
-    written: str, more: Sequence[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_settings_are_one_message(
+    content: str, extra_arguments: Sequence[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bug: a traceback; servers that are named and never asked."""
-    (tmp_path / "run.yaml").write_text(written)
-    given = ["--config", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "cache"), "--top-k", "8", *more]
-    assert exit_status("cache", "build", *given) == 1
+    """Bugs: a traceback; servers that are named and never used."""
+    (tmp_path / "run.yaml").write_text(content)
+    arguments = [
+        "--config",
+        str(tmp_path / "run.yaml"),
+        "--output",
+        str(tmp_path / "cache"),
+        "--top-k",
+        "8",
+        *extra_arguments,
+    ]
+    assert exit_status("cache", "build", *arguments) == 1
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert message in line
 
 
 def test_a_configuration_with_defaults(tmp_path: Path) -> None:
-    """Bug: the file that `nemo-opd init` writes is refused for its `defaults`, which a run composes."""
+    """Bug: the file that `nemo-opd init` writes is refused because of its `defaults`."""
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": TEXTS[1]}))
     assert exit_status("init", str(tmp_path)) == 0
-    files = [f"data.{of}.jsonl_files={tmp_path / 'texts.jsonl'}" for of in ("train", "validation")]
-    files += [f"data.{of}.arrow_files=null" for of in ("train", "validation")]
+    files = [f"data.{split}.jsonl_files={tmp_path / 'texts.jsonl'}" for split in ("train", "validation")]
+    files += [f"data.{split}.arrow_files=null" for split in ("train", "validation")]
     config = ["--config", str(tmp_path / "distil.yaml"), "--output", str(tmp_path / "c"), "--top-k", "4"]
     assert exit_status("cache", "build", *config, *files) == 0
     assert len(CacheReader(tmp_path / "c")) == 1
 
 
-def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: config.json and tokenizer.json of a model replaced by those of the teacher."""
+def test_a_folder_with_other_files_is_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: the teacher's config.json and tokenizer.json replace a model's."""
     model = tmp_path / "model"
     shutil.copytree(model_path("student"), model)
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": TEXTS[0]}))
-    asked = ["--model", "demo:teacher_same", "--data", str(tmp_path / "texts.jsonl"), "--top-k", "4"]
-    before = {path.name: path.read_bytes() for path in model.iterdir()}
-    assert exit_status("cache", "build", *asked, "--output", str(model)) == 1
+    arguments = ["--model", "demo:teacher_same", "--data", str(tmp_path / "texts.jsonl"), "--top-k", "4"]
+    contents = {path.name: path.read_bytes() for path in model.iterdir()}
+    assert exit_status("cache", "build", *arguments, "--output", str(model)) == 1
     assert "it is not a cache and holds other files, such as " in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == contents
 
 
 def test_conversations_keep_their_template(built: Built, tmp_path: Path) -> None:
-    """Catches a cache whose run renders conversations in another template than the teacher has read."""
+    """Catches a run that renders conversations with another template than the cache's."""
     (tmp_path / "student.jinja").write_text(STUDENT)
     (tmp_path / "teacher.jinja").write_text(TEACHER)
     chats = tmp_path / "chats.jsonl"
@@ -279,8 +282,8 @@ def test_conversations_keep_their_template(built: Built, tmp_path: Path) -> None
     assert curve(cached) == curve(live)
 
 
-def test_a_run_goes_on_from_its_checkpoint(built: Built, tmp_path: Path) -> None:
-    """Catches a run that is taken for another: its checkpoint knows the type that the teacher turned out to be."""
+def test_a_run_resumes_from_its_checkpoint(built: Built, tmp_path: Path) -> None:
+    """Catches a refused checkpoint, as it records the teacher's inferred type."""
     for steps in (1, 2):
         changes = {"max_steps": steps, "save_every": 1, "validate_every": None}
         config = built.cached("some", train=built.live.train.model_dump() | changes)

@@ -1,4 +1,4 @@
-"""Shards: whole or absent, found by the ids that a teacher reads, and refused where they are damaged."""
+"""Shards: complete or absent, searched by the teacher's ids, and refused if damaged."""
 
 import json
 import os
@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
@@ -41,27 +41,27 @@ def filled(folder: Path, numbers: range, shard_bytes: int = 200) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "alike"), [("longrope", {(20, 30), (40, 45)}), ("dynamic", {(20, 30)}), ("default", {(20, 40)})]
+    ("kind", "equal_factors"), [("longrope", {(20, 30), (40, 45)}), ("dynamic", {(20, 30)}), ("default", {(20, 40)})]
 )
-def test_the_beginning_of_a_text_with_other_rotary_factors_is_not_there(
-    tmp_path: Path, kind: str, alike: set[tuple[int, int]]
+def test_a_cut_text_needs_the_longer_texts_rotary_factors(
+    tmp_path: Path, kind: str, equal_factors: set[tuple[int, int]]
 ) -> None:
-    """Catches a cut text that is answered with the states of a longer one, whose rotary factors are others."""
+    """Catches a cut text with the states of a longer text that has other rotary factors."""
     rope = {"rope_type": kind, "original_max_position_embeddings": 32}
     config = {"rope_parameters": rope, "max_position_embeddings": 32 if kind == "dynamic" else 128}
-    for cut, whole in [(20, 30), (20, 40), (40, 45)]:
-        folder = tmp_path / str(whole)
+    for cut_length, length in [(20, 30), (20, 40), (40, 45)]:
+        folder = tmp_path / str(length)
         write_manifest(folder, MANIFEST)
         (folder / "config.json").write_text(json.dumps(config))
         with CacheWriter(folder, MANIFEST.vocab_size) as writer:
-            writer.add(text(0, whole), answers(text(0, whole)))
+            writer.add(text(0, length), answers(text(0, length)))
         reader = CacheReader(folder)
-        assert reader.has(text(0, whole))
-        assert reader.has(text(0, cut)) == ((cut, whole) in alike or kind == "default")
+        assert reader.has(text(0, length))
+        assert reader.has(text(0, cut_length)) == ((cut_length, length) in equal_factors or kind == "default")
 
 
 def test_every_segment_comes_back(tmp_path: Path) -> None:
-    """Catches a segment that is found in another's place, or lost between two shards."""
+    """Catches a segment with another segment's rows, or one that is lost between two shards."""
     reader = CacheReader(filled(tmp_path, range(40)))
     assert len(reader.shards) > 3
     assert len(reader) == 40
@@ -70,32 +70,32 @@ def test_every_segment_comes_back(tmp_path: Path) -> None:
         segment = reader.segment(ids)
         assert np.array_equal(decoded_ids(segment.tokens), ids)
         assert np.array_equal(segment.rows, answers(ids))
-        assert not segment.rows.flags.owndata  # of the mapped file
+        assert not segment.rows.flags.owndata  # a view of the mapped file
 
 
-def test_the_beginning_of_a_segment_is_there_too(tmp_path: Path) -> None:
-    """Catches a text that a student cuts earlier and is refused, and one of another text with the same first words."""
+def test_the_beginning_of_a_segment_is_found(tmp_path: Path) -> None:
+    """Catches a refused text that a student cuts earlier, and rows of another text with the same first words."""
     write_manifest(tmp_path, MANIFEST)
-    whole, other = np.arange(40, dtype=np.int32), np.arange(40, dtype=np.int32)
-    other[20:] += 9
+    first, second = np.arange(40, dtype=np.int32), np.arange(40, dtype=np.int32)
+    second[20:] += 9
     with CacheWriter(tmp_path, MANIFEST.vocab_size) as writer:
-        for ids in (whole, other):
+        for ids in (first, second):
             writer.add(ids, answers(ids))
     reader = CacheReader(tmp_path)
-    for ids in (whole[:25], other[:25], whole[:16]):
+    for ids in (first[:25], second[:25], first[:16]):
         segment = reader.segment(ids)
         assert np.array_equal(segment.rows, answers(ids))
         assert np.array_equal(decoded_ids(segment.tokens), ids)
-    mixed = np.concatenate([whole[:30], other[30:]])
-    for ids in (mixed, whole[:9], np.append(whole, 1)):
+    mixed = np.concatenate([first[:30], second[30:]])
+    for ids in (mixed, first[:9], np.append(first, 1)):
         with pytest.raises(DataError, match="holds no answers"):
             reader.segment(ids)
 
 
-def test_texts_that_open_alike_are_told_apart_without_their_answers(
+def test_texts_with_the_same_opening_are_distinguished_without_reading_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a build that goes on and reads all of a cache of conversations for each that is missing."""
+    """Catches a resumed build that reads the entire cache for each missing conversation."""
     write_manifest(tmp_path, MANIFEST)
     opening = np.arange(50, dtype=np.int32)
     texts = [np.concatenate([opening, text(number, 3 + number % 40)]) for number in range(60)]
@@ -113,16 +113,16 @@ def test_texts_that_open_alike_are_told_apart_without_their_answers(
     assert len(reader.segment(opening[:16]).rows) == 16
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(-1, 2**24 - 2), min_size=1, max_size=20))
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(st.lists(st.integers(-1, 2**24 - 2), min_size=1, max_size=20))
 def test_ids_come_back(ids: list[int]) -> None:
     """Catches an id above 65,535 that loses its highest byte."""
-    expected = [2**24 - 1 if each == -1 else each for each in ids]
+    expected = [2**24 - 1 if token == -1 else token for token in ids]
     assert decoded_ids(encoded_ids(np.array(ids), 3)).tolist() == expected
 
 
-def test_a_segment_that_is_missing_is_named(tmp_path: Path) -> None:
-    """Catches answers to one text that are taken for those to another which begins the same."""
+def test_a_missing_segment_is_named(tmp_path: Path) -> None:
+    """Catches answers to another text with the same beginning."""
     reader = CacheReader(filled(tmp_path, range(3)))
     with pytest.raises(DataError, match=r"no answers of teacher to segment [0-9a-f]{32}, which has 2 of its tokens"):
         reader.segment(text(0, 3)[:2])
@@ -142,15 +142,15 @@ def emptied(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def other_index(path: Path) -> None:
+def index_flipped(path: Path) -> None:
     content = path.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     path.write_bytes(content[:begin] + bytes([content[begin] ^ 1]) + content[begin + 1 :])
 
 
-@pytest.mark.parametrize("damage", [flipped, cut, emptied, other_index])
-def test_what_is_damaged_is_refused(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """Catches a damaged shard whose numbers are trained on, and one that ends the process in place of a message."""
+@pytest.mark.parametrize("damage", [flipped, cut, emptied, index_flipped])
+def test_a_damaged_shard_is_refused(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """Catches training on a damaged shard, and one that ends the process without a message."""
     folder = filled(tmp_path, range(3), 10_000)
     (path,) = shard_files(folder)
     damage(path)
@@ -170,7 +170,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("attack", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_header_is_refused(tmp_path: Path, attack: dict[str, Any]) -> None:
-    """Bug: a traceback of a library, or a process without memory, in place of a message."""
+    """Bug: a library's traceback or exhausted memory instead of a message."""
     (path,) = shard_files(filled(tmp_path, range(3), 10_000))
     content = path.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
@@ -200,22 +200,22 @@ def test_segments_outside_of_the_shard_are_refused(tmp_path: Path, begins: list[
         Shard(path)
 
 
-def test_a_segment_that_was_asked_about_again_is_read(tmp_path: Path) -> None:
-    """Catches the damaged one of two in the same answers' place, whichever comes first."""
+def test_a_replaced_segment_is_read(tmp_path: Path) -> None:
+    """Catches a damaged segment that is read although another shard has an intact copy."""
     for folder in (tmp_path / "a", tmp_path / "b"):
         filled(folder, range(1))
-        (before,) = shard_files(folder)
-        flipped(before)
+        (shard,) = shard_files(folder)
+        flipped(shard)
         assert not CacheReader(folder).has(text(0, 3))
         filled(folder, range(1))
         reader = CacheReader(folder)
         assert np.array_equal(reader.segment(text(0, 3)).rows, answers(text(0, 3)))
-        # Bug: what has been asked about again is refused, with the advice to ask about it again.
+        # Bug: the cache is refused after its damaged segment is replaced, with the advice to replace it.
         assert [len(segment.rows) for segment in reader.each()] == 2 * [len(answers(text(0, 3)))]
 
 
 def test_other_answers_are_not_mixed(tmp_path: Path) -> None:
-    """Catches a cache that is continued with other weights; the model's name may differ, and what servers accept."""
+    """Catches a cache continued with other weights; the model's name and the servers' limit may differ."""
     write_manifest(tmp_path, MANIFEST)
     write_manifest(tmp_path, replace(MANIFEST, teacher="/elsewhere", positions=4095))
     assert read_manifest(tmp_path) == MANIFEST
@@ -231,7 +231,7 @@ def test_a_manifest_that_is_cut_off_is_one_message(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_a_manifest_is_no_cache(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     """Catches a wrong path that is read as an empty cache."""
     with pytest.raises(DataError, match="is not a teacher cache"):
         CacheReader(tmp_path)
@@ -256,35 +256,33 @@ def _killed_while_it_writes(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.world
-def test_a_worker_that_is_killed_leaves_whole_shards(tmp_path: Path) -> None:
-    """Catches half a shard that is read, an index that hides what was written before the kill, and a file of it that
-    stays for ever.
-    """
-    with pytest.raises(Exception):  # noqa: B017, PT011  what it is says the helper
+def test_a_killed_worker_leaves_complete_shards(tmp_path: Path) -> None:
+    """Catches half a shard that is read, finished shards that the index lacks, and a temporary file that stays."""
+    with pytest.raises(Exception):  # noqa: B017, PT011  the helper chooses the type
         processes.start(_killed_while_it_writes, (tmp_path,), 1)
     reader = CacheReader(tmp_path)
     assert len(reader.shards) == 2
-    there = len(list(reader.each()))
+    num_written = len(list(reader.each()))
     assert len(list((tmp_path / SHARDS).iterdir())) == 3
-    filled(tmp_path, range(there, 40))
+    filled(tmp_path, range(num_written, 40))
     again = CacheReader(tmp_path)
     assert [len(again.segment(text(number, 3 + number % 5)).tokens) for number in range(40)]
     assert len(list((tmp_path / SHARDS).iterdir())) == len(again.shards)
 
 
-def test_what_a_living_worker_writes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a worker that starts while another writes, and takes its file for an abandoned one."""
+def test_another_workers_temporary_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a new worker that removes the file of a running worker as abandoned."""
     write_manifest(tmp_path, MANIFEST)
-    sync, seen = os.fsync, []
+    sync, names = os.fsync, []
 
     def sync_beside_another(handle: int) -> None:
         monkeypatch.setattr(os, "fsync", sync)
         with CacheWriter(tmp_path, MANIFEST.vocab_size):
-            seen.extend(path.name for path in (tmp_path / SHARDS).iterdir())
+            names.extend(path.name for path in (tmp_path / SHARDS).iterdir())
         sync(handle)
 
     with CacheWriter(tmp_path, MANIFEST.vocab_size) as writer:
         writer.add(text(0), answers(text(0)))
         monkeypatch.setattr(os, "fsync", sync_beside_another)
-    assert [name[0] for name in seen] == ["."]
+    assert [name[0] for name in names] == ["."]
     assert len(CacheReader(tmp_path)) == 1
