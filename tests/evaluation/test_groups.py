@@ -51,7 +51,7 @@ def measured(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Measu
 
 
 def whole_characters(text: str, tokens: list[tuple[int, int, float | None]]) -> bytes:
-    """Return the characters that lie inside one token each, or the tokens' first byte if there are none."""
+    """Return the characters that lie inside one token each, otherwise the tokens' first byte."""
     ends = list(accumulate((len(character.encode()) for character in text), initial=0))
     characters = [
         text[i] for i, (start, end) in enumerate(pairwise(ends)) if any(a <= start and end <= b for a, b, _ in tokens)

@@ -29,7 +29,7 @@ def closing(start: float, after: float, teacher: float) -> ClosingTable:
 
 
 def test_ratio_difference_weighs_texts_by_their_bytes() -> None:
-    """Catches a mean of the texts' rates, in which a long text counts as much as a short one."""
+    """Catches a mean of the texts' rates: a long text would count as much as a short one."""
     estimate = ratio_difference([100.0, 900.0], [200.0, 900.0], [100, 900], 0.95)
     assert estimate.value == pytest.approx(-0.1)
     assert estimate.low < estimate.value < estimate.high

@@ -18,7 +18,7 @@ from nemo_opd.config.reward import Reward, SourceReward, WeightedReward
 from nemo_opd.config.settings import YEAR_S
 from nemo_opd.data.row_types import Prompt
 from nemo_opd.errors import ConfigError, DataError, RolloutError
-from nemo_opd.rewards import build_reward, check_answer, check_answers
+from nemo_opd.rewards import RewardFunction, build_reward, check_answer, check_answers
 from nemo_opd.rewards.configured import REWARDS
 from tests.rewards.rollouts import rollout
 
@@ -27,6 +27,10 @@ mine = types.ModuleType("rewards_of_a_test")
 
 def settings(**values: Any) -> Any:
     return TypeAdapter(Reward).validate_python(values)
+
+
+def users_reward(**options: Any) -> RewardFunction:
+    return build_reward(settings(type="function", function=f"{mine.__name__}:judge", **options))
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +80,7 @@ def test_the_environment_pays() -> None:
 @pytest.mark.parametrize("value", [1, True, 0.5, np.float32(0.5), np.bool_(True), np.int64(3)])
 def test_a_users_function_is_called_with_the_rollout(users_module: types.ModuleType, value: Any) -> None:
     users_module.judge = lambda answered: value if answered.responses == ("hello",) else None  # type: ignore[attr-defined]
-    judged = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))(rollout("hello"))
+    judged = users_reward()(rollout("hello"))
 
     assert type(judged) is float
     assert judged == float(value)
@@ -87,7 +91,7 @@ def test_a_result_that_is_not_a_finite_number_is_an_error_with_the_sample(
     users_module: types.ModuleType, value: Any
 ) -> None:
     users_module.judge = lambda _: value  # type: ignore[attr-defined]
-    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
+    judge = users_reward()
 
     with pytest.raises(RolloutError, match=r"reward rewards_of_a_test:judge, prompt 7, sample 2: it returned"):
         judge(rollout("hello"))
@@ -98,7 +102,7 @@ def test_a_function_that_exits_is_an_error_with_the_sample(users_module: types.M
     """Bug: the run exits with status 0, without a message or a checkpoint."""
     exec(f"def judge(rollout): {end}", vars(users_module))
     with pytest.raises(RolloutError, match=r"reward rewards_of_a_test:judge, prompt 7, sample 2: it raised \w+Exit"):
-        build_reward(settings(type="function", function=f"{mine.__name__}:judge"))(rollout("hello"))
+        users_reward()(rollout("hello"))
 
 
 SPELLINGS = {
@@ -118,7 +122,7 @@ def test_a_function_that_does_not_return_has_a_limit(
     """Bug: no limit in the thread that samples ahead."""
     users_module.ended = threading.Event()  # type: ignore[attr-defined]
     exec(f"def judge(rollout):\n {body}", vars(users_module))
-    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge", call_timeout_s=0.1))
+    judge = users_reward(call_timeout_s=0.1)
     try:
         with ThreadPoolExecutor(1) as thread, pytest.raises(RolloutError) as caught:
             thread.submit(judge, rollout("hello")).result() if in_thread else judge(rollout("hello"))
@@ -133,7 +137,7 @@ def test_a_function_that_does_not_return_has_a_limit(
 def test_the_longest_limit_works(users_module: types.ModuleType, in_thread: bool) -> None:
     """Bug: a limit that the timer cannot hold was reported as an error of the function."""
     users_module.judge = lambda _: 1.0  # type: ignore[attr-defined]
-    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge", call_timeout_s=YEAR_S))
+    judge = users_reward(call_timeout_s=YEAR_S)
     with ThreadPoolExecutor(1) as thread:
         assert (thread.submit(judge, rollout("hello")).result() if in_thread else judge(rollout("hello"))) == 1
 
@@ -149,14 +153,14 @@ def test_a_limit_beyond_a_year_is_refused(limit: dict[str, Any]) -> None:
 def test_a_regular_expression_that_does_not_end_has_a_limit(users_module: types.ModuleType) -> None:
     """Bug: a limit enforced by another thread, which cannot run as the expression holds the interpreter's lock."""
     users_module.judge = lambda _: bool(re.fullmatch("(a+)+b", "a" * 60))  # type: ignore[attr-defined]
-    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge", call_timeout_s=0.1))
+    judge = users_reward(call_timeout_s=0.1)
     with pytest.raises(RolloutError, match=r"it did not return in 0\.1 s"):
         judge(rollout("hello"))
 
 
 def test_the_limit_restores_another_alarm(users_module: types.ModuleType) -> None:
     users_module.judge = lambda _: 1.0  # type: ignore[attr-defined]
-    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
+    judge = users_reward()
     previous = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 5000)
     try:
         assert judge(rollout("hello")) == 1
@@ -172,19 +176,19 @@ def test_ctrl_c_in_a_function_ends_the_run(users_module: types.ModuleType) -> No
 
     users_module.judge = judge  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
-        build_reward(settings(type="function", function=f"{mine.__name__}:judge"))(rollout("hello"))
+        users_reward()(rollout("hello"))
 
 
 @pytest.mark.parametrize("parameters", ["", "a, b", "*, a"])
 def test_a_function_that_does_not_take_one_rollout_is_refused(users_module: types.ModuleType, parameters: str) -> None:
     exec(f"def judge({parameters}): return 1.0", vars(users_module))
     with pytest.raises(ConfigError, match=r"reward.function=rewards_of_a_test:judge: it is called with a Rollout and"):
-        build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
+        users_reward()
 
 
 def test_an_exception_of_a_users_function_is_reported_with_the_sample(users_module: types.ModuleType) -> None:
     users_module.judge = lambda _: 1 / 0  # type: ignore[attr-defined]
-    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
+    judge = users_reward()
 
     with pytest.raises(RolloutError, match=r"prompt 7, sample 2: it raised ZeroDivisionError"):
         judge(rollout("hello"))

@@ -31,7 +31,7 @@ LOGPROB = -0.5
 def fine(body: Json, **changes: Any) -> tuple[int, Json]:
     """Answer with `max_tokens` copies of the prompt's first token + 1, or with log-probabilities of the prompt."""
     if "input_ids" in body:
-        return sglang_says(body)
+        return sglang_answer(body)
     if "prompt_logprobs" in body:
         return raw(body)
     ids = [body["prompt"][0] % 50 + 1] * body["max_tokens"]
@@ -49,12 +49,12 @@ def raw(body: Json) -> tuple[int, Json]:
     return 200, {"model": "student", "choices": [choice]}
 
 
-def sglang_says(body: Json) -> tuple[int, Json]:
+def sglang_answer(body: Json) -> tuple[int, Json]:
     """Answer in the form of SGLang's documentation."""
     count = body["sampling_params"]["max_new_tokens"]
     sampled = [[LOGPROB, 7, None]] * count
-    about = {"finish_reason": {"type": "length", "length": count}, "output_token_logprobs": sampled}
-    return 200, {"text": "…", "meta_info": about, "success": True}
+    meta = {"finish_reason": {"type": "length", "length": count}, "output_token_logprobs": sampled}
+    return 200, {"text": "…", "meta_info": meta, "success": True}
 
 
 class Handler(BaseHTTPRequestHandler):

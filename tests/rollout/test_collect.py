@@ -51,7 +51,7 @@ def test_rollouts_come_prompt_by_prompt_from_one_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "finish_reason", "response"),
+    ("text", "finish_reason", "response"),
     [(" fox", "stop", " fox"), (" fox", "length", " fox"), ("", "stop", "")],
 )
 def test_masks_end_with_the_end_of_sequence(text: str, finish_reason: Any, response: str) -> None:
@@ -70,7 +70,7 @@ def test_masks_end_with_the_end_of_sequence(text: str, finish_reason: Any, respo
 
 
 @pytest.mark.parametrize(
-    ("said", "finish_reason", "response"),
+    ("text", "finish_reason", "response"),
     [(" fox\n\nthe", "stop", " fox"), (" fox\n", "length", " fox\n"), ("\n\n", "stop", "")],
 )
 def test_a_response_ends_before_its_stop_text(text: str, finish_reason: Any, response: str) -> None:
@@ -202,12 +202,12 @@ def test_a_long_answer_is_cut_with_a_mark() -> None:
         saying("one"), tokenizer, environment=lambda: Counting(answer), max_response_tokens=40, max_turns=2
     )
     (rollout,) = collector.collect([asking("a")], 1, 0)
-    messages = rollout.messages[4]["content"]
-    assert messages.endswith(" [cut: the response was too long]")
-    tokens = messages.removesuffix(" [cut: the response was too long]")
-    assert answer.startswith(tokens)
-    assert tokens
-    assert len(encoded(tokenizer, messages)) <= 40
+    cut_answer = rollout.messages[4]["content"]
+    assert cut_answer.endswith(" [cut: the response was too long]")
+    beginning = cut_answer.removesuffix(" [cut: the response was too long]")
+    assert answer.startswith(beginning)
+    assert beginning
+    assert len(encoded(tokenizer, cut_answer)) <= 40
     assert rollout.num_cut_responses == 1
 
 

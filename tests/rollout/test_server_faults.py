@@ -19,7 +19,7 @@ from nemo_opd.rollout.server import client
 from nemo_opd.rollout.server.client import RequestContext, UnusableError
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.sglang import SGLang
-from tests.rollout.fake_server import LOGPROB, Json, Responder, fake_server, fine, sglang_says
+from tests.rollout.fake_server import LOGPROB, Json, Responder, fake_server, fine, sglang_answer
 from tests.tiny import Tiny
 
 
@@ -362,7 +362,7 @@ def test_sglangs_request_and_answer() -> None:
     program = SGLang()
 
     body = program.body(request, Sampling(0.5, top_k=9), RequestContext("student", frozenset({END}), VOCAB, VOCAB))
-    answer = program.answer(sglang_says(body)[1])
+    answer = program.answer(sglang_answer(body)[1])
 
     assert body["input_ids"] == [4, 5]
     assert (body["sampling_params"]["stop_token_ids"], body["sampling_params"]["stop"]) == ([END], ["end"])
@@ -379,12 +379,12 @@ def test_sglangs_raw_log_probabilities() -> None:
 
     body = program.raw_body(request, completion, RequestContext("student", frozenset({END}), VOCAB, VOCAB))
     assert body is not None
-    about = {
+    meta = {
         "input_token_logprobs": [[None, 4, None], [-1.0, 5, None], [-2.0, 7, None], [-3.0, 8, None]],
         "output_token_ids_logprobs": [[[-4.0, 9, None]]],
     }
 
     assert (body["input_ids"], body["token_ids_logprob"]) == ([4, 5, 7, 8], [9])
-    assert program.raw_logprobs({"meta_info": about}, completion) == [-2.0, -3.0, -4.0]
+    assert program.raw_logprobs({"meta_info": meta}, completion) == [-2.0, -3.0, -4.0]
     with pytest.raises(UnusableError, match="other tokens"):
-        program.raw_logprobs({"meta_info": about | {"output_token_ids_logprobs": [[[-4.0, 8, None]]]}}, completion)
+        program.raw_logprobs({"meta_info": meta | {"output_token_ids_logprobs": [[[-4.0, 8, None]]]}}, completion)

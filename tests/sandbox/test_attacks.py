@@ -85,8 +85,8 @@ def verdicts(request: pytest.FixtureRequest, outside: dict[str, Attack]) -> dict
     programs |= {name: (attack.program, SEVEN) for name, attack in PRINTS.items()}
     programs["prints what is right"] = ("print(7)", SEVEN)
     with Checker(settings, "sandbox") as checker:
-        waiting = {name: checker.submit(*attack) for name, attack in programs.items()}
-        return {name: attack.result() for name, attack in waiting.items()}
+        futures = {name: checker.submit(*program) for name, program in programs.items()}
+        return {name: future.result() for name, future in futures.items()}
 
 
 def test_right_programs_pass(verdicts: dict[str, Verdict]) -> None:

@@ -91,11 +91,11 @@ CASES = {
 @pytest.mark.world
 def test_right_programs_pass_and_wrong_ones_do_not() -> None:
     with Checker(SETTINGS, "sandbox") as checker:
-        waiting = {
+        futures = {
             name: [checker.submit(program, read_tests(tests, "sort")) for program in (right, wrong)]
             for name, (right, wrong, tests) in CASES.items()
         }
-        passed = {name: [pending.result().passed for pending in both] for name, both in waiting.items()}
+        passed = {name: [future.result().passed for future in pair] for name, pair in futures.items()}
     assert passed == {name: [True, False] for name in CASES}
 
 

@@ -35,7 +35,7 @@ def scores_of(model: str) -> Scores:
 
 
 def of_uniform(size: int) -> Scores:
-    """Return scores of a model in which token i is always twice as likely as token i + 1."""
+    """Return scores of a model that always gives token i twice the probability of token i + 1."""
     return lambda ids: (-torch.arange(size) * torch.log(torch.tensor(2.0))).log_softmax(0).expand(len(ids), size)
 
 
@@ -60,32 +60,34 @@ def _top(log_p: Tensor, k: int, *first: int) -> dict[int, float]:
 
 
 def _vllm(ids: list[int], log_p: Tensor, k: int) -> Json:
-    rows = [_top(row, k, came) for row, came in zip(log_p, ids[1:], strict=False)]
+    rows = [_top(row, k, next_token) for row, next_token in zip(log_p, ids[1:], strict=False)]
     prompt = [{str(token): {"logprob": p, "decoded_token": "…"} for token, p in row.items()} for row in rows]
     last = {f"token_id:{token}": p for token, p in _top(log_p[-1], k).items()}
     return {"prompt_token_ids": ids, "prompt_logprobs": [None, *prompt], "logprobs": {"top_logprobs": [last]}}
 
 
 def _echo(ids: list[int], log_p: Tensor, k: int) -> Json:
-    named = [{f"token_id:{token}": p for token, p in _top(row, k).items()} for row in log_p]
-    realised = [float(row[came]) for row, came in zip(log_p, ids[1:], strict=False)]
+    top = [{f"token_id:{token}": p for token, p in _top(row, k).items()} for row in log_p]
+    realised = [float(row[next_token]) for row, next_token in zip(log_p, ids[1:], strict=False)]
     sampled = int(log_p[-1].argmax())
     return {
         "logprobs": {
             "tokens": [f"token_id:{token}" for token in (*ids, sampled)],
             "token_logprobs": [None, *realised, float(log_p[-1].max())],
-            "top_logprobs": [None, *named],
+            "top_logprobs": [None, *top],
         }
     }
 
 
 def _sglang(ids: list[int], log_p: Tensor, k: int) -> Json:
-    named = [[[p, token, None] for token, p in _top(row, k).items()] for row in log_p]
+    top = [[[p, token, None] for token, p in _top(row, k).items()] for row in log_p]
     # SGLang echoes the last id of the vocabulary as 0.
     echoed = [token * (token < log_p.shape[1] - 1) for token in ids]
-    realised = [[float(row[came]), echo, None] for row, came, echo in zip(log_p, ids[1:], echoed[1:], strict=False)]
-    about = {"input_token_logprobs": [[None, echoed[0], None], *realised], "input_top_logprobs": [None, *named[:-1]]}
-    return {"text": "…", "meta_info": about | {"output_top_logprobs": [named[-1]]}}
+    realised = [
+        [float(row[next_token]), echo, None] for row, next_token, echo in zip(log_p, ids[1:], echoed[1:], strict=False)
+    ]
+    meta = {"input_token_logprobs": [[None, echoed[0], None], *realised], "input_top_logprobs": [None, *top[:-1]]}
+    return {"text": "…", "meta_info": meta | {"output_top_logprobs": [top[-1]]}}
 
 
 @contextmanager
@@ -95,9 +97,9 @@ def endpoint(
     """Yield the server's address and the bodies of its requests."""
     bodies: list[Json] = []
 
-    def noting(body: Json) -> tuple[int, Json]:
+    def record(body: Json) -> tuple[int, Json]:
         bodies.append(body)
         return respond(body)
 
-    with fake_server(noting, cards=[{"id": model, "max_model_len": limit}], handler=handler) as (url, _):
+    with fake_server(record, cards=[{"id": model, "max_model_len": limit}], handler=handler) as (url, _):
         yield url, bodies

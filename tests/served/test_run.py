@@ -49,13 +49,10 @@ class Servers:
         settings = (config or self.live).model_dump(mode="json") | changes
         shared = {"name", "weight", "context", "loss"}
         for i, teacher in enumerate(settings["teachers"]):
-            teacher_settings = {
-                "type": "served",
-                "urls": [self.urls[teacher["name"]]],
-                "model": f"the {teacher['name']}",
-            }
-            teacher_settings |= {"tokenizer": teacher["model"], "logprobs": logprobs}
-            settings["teachers"][i] = {name: teacher[name] for name in shared} | teacher_settings
+            name = teacher["name"]
+            endpoint_settings = {"type": "served", "urls": [self.urls[name]], "model": f"the {name}"}
+            endpoint_settings |= {"tokenizer": teacher["model"], "logprobs": logprobs}
+            settings["teachers"][i] = {key: teacher[key] for key in shared} | endpoint_settings
         return from_dict(settings)
 
 
@@ -95,7 +92,7 @@ def test_all_tokens_equal_the_loaded_teacher(servers: Servers) -> None:
     """Catches rows of another sequence or shifted by one, and scores over a part of the distribution."""
     aggregation = {"type": "weighted_sum", "weights": "max_probability"}
     live = from_dict(servers.live.model_dump(mode="json") | {"aggregation": aggregation})
-    assert_close(off_policy(servers.served(ALL, of=live)), off_policy(live))
+    assert_close(off_policy(servers.served(ALL, config=live)), off_policy(live))
 
 
 def test_some_tokens_equal_a_cache(servers: Servers, tmp_path: Path) -> None:
@@ -264,7 +261,7 @@ def test_bad_settings_are_refused(servers: Servers, tmp_path: Path) -> None:
     """Catches ignored settings of a model, a name without a tokenizer, and texts longer than the servers' limit."""
     served = servers.served(4).model_dump(mode="json")
     teacher = served["teachers"][1]
-    with pytest.raises(ConfigError, match="dtype has no effect: the same is loaded by the servers"):
+    with pytest.raises(ConfigError, match="dtype has no effect: the same is computed by the servers"):
         from_dict(served | {"teachers": [teacher | {"dtype": "float16"}]})
     with pytest.raises(ConfigError, match=r"urls\.0='localhost': it is not an address of a server"):
         from_dict(served | {"teachers": [teacher | {"urls": ["localhost"]}]})
