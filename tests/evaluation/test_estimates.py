@@ -29,7 +29,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(num_correct: int,
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    """Over all outcomes of n = 5 answers that are right with p = 0.3, the mean is 1 − 0.7^k."""
+    """The mean over all outcomes of 5 answers, each right with probability 0.3, is 1 − 0.7^k."""
     outcomes = list(product([0, 1], repeat=5))
     for k in (1, 3):
         mean = sum(

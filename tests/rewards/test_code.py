@@ -49,7 +49,7 @@ def test_a_text_is_continued_unless_the_block_is_complete() -> None:
 
 @pytest.mark.world
 def test_rewards_of_a_batch() -> None:
-    """Texts and conversations, right and wrong, with the function that the question defines last."""
+    """Bug: a continuation or block is joined to the wrong prompt, or another function than the last one is tested."""
     messages = [{"role": "user", "content": f"Complete it:\n```python\n{PROMPT}```"}]
     right = "```python\ndef half(x):\n    return x // 2\n```"
     with build_reward(SETTINGS) as reward:

@@ -50,12 +50,11 @@ class Subject:
     """Loaded with `folders.first`, as version 0."""
     folders: Folders
     tolerance: float = 1e-4
-    """Tolerance of a log-probability: rounding of sums of some hundred terms, enlarged by two layers of random weights.
-    """
+    """Tolerance of a log-probability: float32 rounding of sums of some hundred terms, enlarged by two random layers."""
 
 
 def save_folders(folder: Path, extra_rows: int = 0) -> Folders:
-    """extra_rows: columns of the head beyond the tokenizer's vocabulary."""
+    """Save two random models. extra_rows: head rows beyond the tokenizer's vocabulary."""
     tokenizer = train_tokenizer(r"\p{N}| ?\p{L}+|\s+|[^\s\p{L}\p{N}]+", 300, "<|end|>")
     ends = [int(tokenizer.eos_token_id), *range(100, 100 + NUM_MORE_ENDS)]
     for seed, name in enumerate(("first", "second")):

@@ -100,7 +100,7 @@ def test_a_seed_gives_the_same_sample_in_batches_of_any_size(family: str) -> Non
 
 
 def test_the_first_end_counts_if_padding_is_also_an_end() -> None:
-    """Id 0 pads ended sequences, and is sampled here as well."""
+    """Bug: a sampled id 0, which is also padding, does not end a sequence or is cut off."""
     model, requests = model_of("llama, tied"), small_vocabulary_requests(12)
     free = sampler(model, ends=()).generate(requests, Sampling(), 0)
 

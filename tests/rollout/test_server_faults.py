@@ -60,7 +60,7 @@ def logprobs(*values: float) -> Json:
 
 
 def test_completions_are_in_the_requests_order(tmp_path: Path) -> None:
-    """The server answers later requests first."""
+    """Bug: completions in the order of the server's answers, which are reversed here."""
 
     def respond(body: Json) -> tuple[int, Json]:
         time.sleep(0.1 / (1 + body["prompt"][0]))
