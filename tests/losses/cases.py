@@ -1,4 +1,4 @@
-"""Every loss, and the batches that every loss can be called with."""
+"""Every loss, and batches that every loss accepts."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from nemo_opd.projection.retokenization import byte_order
 from nemo_opd.types import LossOutput
 
 KINDS = (("forward_kl", {}), ("reverse_kl", {}), ("tvd", {}), ("jsd", {"beta": 0.3}), ("mixed", {"mixed_weight": 0.2}))
-"""Of divergences, with their settings."""
+"""Divergences with their settings."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of two tokenizers with their logits, and the projection of the pair."""
+    """Sequences of two tokenizers with their logits, and the projection between the vocabularies."""
 
     student: Tensor
     """[B, S, ≥ V]"""
@@ -62,7 +62,7 @@ class Batch:
         return replace(self, **{name: value[index] for name, value in vars(self).items() if name != "projection"})
 
     def cut(self, positions: int) -> Batch:
-        """To the first positions of the student, and of the teacher where it has the same ones."""
+        """Cut to the student's first positions, and the teacher too if it has equally many."""
         same = self.student.shape[1] == self.teacher.shape[1]
         names = [name for name in vars(self) if name != "projection" and (same or name.startswith("student"))]
         return replace(self, **{name: getattr(self, name)[:, :positions] for name in names})
@@ -74,7 +74,7 @@ class Batch:
         return self.with_logits(self.student.to(dtype), self.teacher.to(dtype))
 
     def padded(self, student: int, teacher: int) -> Batch:
-        """With positions of no chunk to the right, whose ids and logits are something."""
+        """Add positions without a chunk to the right, with arbitrary ids and logits."""
         return Batch(
             F.pad(self.student, (0, 0, 0, student), value=7.0),
             F.pad(self.teacher, (0, 0, 0, teacher), value=-3.0),
@@ -86,7 +86,7 @@ class Batch:
         )
 
     def widened(self, student: int, teacher: int) -> Batch:
-        """With columns beyond the vocabularies, which are the most likely ones."""
+        """Add columns beyond the vocabularies; they are the most likely ones."""
         return self.with_logits(
             F.pad(self.student, (0, student), value=30.0), F.pad(self.teacher, (0, teacher), value=40.0)
         )
@@ -106,7 +106,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """A loss with options, and which identities of methods.md §5.12 hold for it."""
+    """A loss with options, and the identities of methods.md §5.12 that hold for it."""
 
     name: str
     loss: Callable[..., LossOutput]
@@ -114,36 +114,36 @@ class Case:
     needs_projection: bool = True
     takes_divergence: bool = True
     takes_temperature: bool = True
-    """Else one that is given is left out."""
+    """If False, `run` drops a temperature."""
     is_zero_for_equal_sides: bool = True
-    """Else it has a minimum there, or pulls at the student still."""
+    """If False, equal sides are a minimum above zero, or still have a gradient."""
     pulls_at_equal_sides: bool = False
     kd_is_the_loss: bool = True
-    """The metric is the loss itself, as a mean over units; else it says something else of them."""
+    """The metric `kd` is the mean of the loss over units."""
     needs_every_token: bool = False
-    """It is zero for equal sides only where the projection knows all tokens."""
+    """For equal sides it is zero only if the projection maps all tokens."""
     needs_one_to_one: bool = False
-    """It is zero for equal sides only in chunks of one token a side."""
+    """For equal sides it is zero only in chunks with one token a side."""
     same_vocab_options: Mapping[str, Any] | None = None
-    """What makes same_vocab equal to it on one tokenizer; None: nothing does."""
+    """Options that make same_vocab equal to it for a single tokenizer, or None."""
     chooses_per_call: bool = False
-    """Some choice is made over all units of a call, so that microbatches differ."""
+    """It chooses something over all units of a call, so microbatches differ."""
 
     def __str__(self) -> str:
         return self.name
 
     def run(self, batch: Batch, **options: Any) -> LossOutput:
-        given = {**self.options, **options}
+        settings = {**self.options, **options}
         if not self.takes_temperature:
-            given.pop("temperature", None)
-        return self.loss(batch.student, batch.teacher, **self.arguments(batch), **given)
+            settings.pop("temperature", None)
+        return self.loss(batch.student, batch.teacher, **self.arguments(batch), **settings)
 
     @property
     def is_of_one_vocabulary(self) -> bool:
         return self.loss in (same_vocab, tcad, sampled_kl)
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
-        """What it is called with besides logits and options."""
+        """Return the loss's arguments besides logits and options."""
         if self.is_of_one_vocabulary:
             ids = {"ids": batch.student_ids} if self.loss is sampled_kl else {}
             return {"mask": batch.student_chunk_id >= 0, **ids}
@@ -155,7 +155,7 @@ class Case:
         return loss.detach(), torch.autograd.grad(loss, student)[0]
 
     def batch(self, seed: int = 0, dtype: torch.dtype = torch.float64, scale: float = 3.0) -> Batch:
-        """Of two tokenizers, or one where the loss needs that."""
+        """Make a batch of two tokenizers, or a single one if the loss needs that."""
         make = one_tokenizer if self.is_of_one_vocabulary else two_tokenizers
         return make(seed, scale).to(dtype)
 
@@ -186,7 +186,7 @@ def tcad_case(name: str, **options: Any) -> Case:
 
 
 def sampled_kl_case(estimator: str, loss: Callable[..., LossOutput] = sampled_kl) -> Case:
-    """That is differentiated; a policy gradient is no gradient of its value."""
+    """Make the form that is differentiated; a policy gradient is not the gradient of its value."""
     return Case(
         f"{loss.__name__}-{estimator}",
         loss,
@@ -268,10 +268,10 @@ CONTINUED = [
     )
     for loss in (p_kl, gold, h_kl, strict, byte_prefix, shared_prefix)
 ]
-"""With the likelihoods of longer chunks, whose minimum is not zero."""
+"""Losses plus the likelihoods of longer chunks; their minimum is not zero."""
 ALL_LOSSES = [*LOSSES, *CONTINUED]
 OF_EVERY_DIVERGENCE = ("p_kl", "gold")
-"""They compare logits and log-probabilities, each in another form of the divergences."""
+"""They compare logits and log-probabilities, and use different forms of the divergences."""
 DIVERGENCES = [
     case for loss in ALL_LOSSES for case in (loss.divergences() if loss.name in OF_EVERY_DIVERGENCE else [loss])
 ]
@@ -279,13 +279,13 @@ DIVERGENCES = [
 
 STUDENT = [b"a", b"b", b"c", b"ab", b"abc", b"cab", b"bb", None, b"cc"]
 TEACHER = [b"ab", b"b", b"c", b"a", b"ca", b"bc", b"cb", None, b"cab", b"bca", b"b"]
-"""One token of each side without bytes, and a teacher's with the bytes of another."""
+"""Each side has a token without bytes, and two teacher tokens have equal bytes."""
 ROWS: list[dict[int, float]] = [{3: 1}, {1: 1}, {2: 1}, {0: 1}, {9: 0.7, 0: 0.3}, {8: 1}, {5: 0.5, 1: 0.5}, {}, {2: 1}]
-"""Of the projection: five exact rows, a relaxed pair, a row of no pair, an empty one and a lost claim."""
+"""Rows of the projection: five exact rows, a relaxed pair, a row without a pair, an empty row and a lost claim."""
 EXACT = [True] * 4 + [False, True] + [False] * 3
 PHI = [3, 1, 2, 0, 2, 1, 2, -1, 5, 1, 1]
 SPELLINGS = [[3], [1], [2], [0], [2, 0], [1, 2], [2, 1], [], [5], [1, 2, 0], [1]]
-"""Of ab the student's ab; of cab its cab; bca has the pieces b, c, a."""
+"""The student spells the teacher's ab and cab with a single token, and bca as b, c, a."""
 STUDENT_CELLS = [0, 1, 2, 3, 3, 4, 1, -1, 2]
 TEACHER_CELLS = [3, 1, 2, 0, 2, 1, 2, -1, 4, 1, 1]
 CHUNKS = (
@@ -306,7 +306,9 @@ def random_logits(rows: int, positions: int, width: int, seed: int, scale: float
 
 
 def random_chunk_ids(rng: np.random.Generator, num_rows: int, student_len: int, teacher_len: int) -> tuple:
-    """Chunks of 1-3 tokens a side, with tokens of no chunk before some of them and a tail of none; int32 tensors."""
+    """Make chunks of 1 to 3 tokens a side, some with unaligned tokens before them, and an unaligned tail; int32
+    tensors.
+    """
     sides: tuple[list, list] = ([], [])
     for _ in range(num_rows):
         student: list[int] = []
@@ -347,7 +349,7 @@ def pair() -> ProjectionMatrix:
 
 
 def pieces_of(spellings: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """As pieces of both kinds."""
+    """Return the arrays of both kinds of pieces."""
     ids, ends = [piece for spelling in spellings for piece in spelling], np.cumsum(list(map(len, spellings)))
     return {
         "teacher_spellings": np.array(ids, np.int64),
@@ -358,7 +360,7 @@ def pieces_of(spellings: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def bytes_of(student: Sequence[bytes | None], teacher: Sequence[bytes | None]) -> dict[str, Any]:
-    """The bytes of both sides' tokens."""
+    """Return the bytes of both sides' tokens."""
     arrays: dict[str, Any] = {}
     for side, texts in (("student", student), ("teacher", teacher)):
         arrays[f"{side}_bytes"] = np.frombuffer(b"".join(text or b"" for text in texts), np.uint8).astype(np.int32)
@@ -367,14 +369,15 @@ def bytes_of(student: Sequence[bytes | None], teacher: Sequence[bytes | None]) -
 
 
 @cache
-def identity(size: int, known: int | None = None) -> ProjectionMatrix:
-    """A tokenizer with itself, of which the first `known` tokens, by default all, are known to be the same.
+def identity(size: int, num_known: int | None = None) -> ProjectionMatrix:
+    """Map a tokenizer to itself.
 
-    Where some are not, pairs of the known ones share a cell of the shared prefixes.
+    Only the first `num_known` tokens are known to be equal (default: all). If some are unknown, pairs of known tokens
+    share a cell of the shared prefixes.
     """
     tokens = np.arange(size)
-    exact = tokens < (size if known is None else known)
-    cells = np.where(exact, tokens if known is None else tokens // 2, -1)
+    exact = tokens < (size if num_known is None else num_known)
+    cells = np.where(exact, tokens if num_known is None else tokens // 2, -1)
     return ProjectionMatrix(
         np.where(exact, tokens, -1)[:, None],
         exact[:, None].astype(np.float32),
@@ -386,20 +389,20 @@ def identity(size: int, known: int | None = None) -> ProjectionMatrix:
         teacher_shared_spelling=cells,
         byte_prefix=np.where(exact, tokens, -1),
         teacher_byte_order=byte_order([bytes([i // 256, i % 256]) for i in range(size)]),
-        **pieces_of([[i] if known else [] for i, known in enumerate(exact)]),
+        **pieces_of([[i] if is_known else [] for i, is_known in enumerate(exact)]),
         **bytes_of(*[[bytes([i // 256, i % 256]) for i in range(size)]] * 2),
     )
 
 
 def two_tokenizers(seed: int = 0, scale: float = 3.0) -> Batch:
-    """B = 2, S = 9, T = 13: chunks of 1:1, 1:2, 1:3 and 2:2 tokens, of equal bytes."""
+    """B = 2, S = 9, T = 13: chunks of 1:1, 1:2, 1:3 and 2:2 tokens."""
     sides = (torch.tensor(side) for side in (*IDS, *CHUNKS))
     student, teacher = random_logits(2, 9, len(STUDENT), seed, scale), random_logits(2, 13, len(TEACHER), seed + 1)
     return Batch(student, teacher, *sides, pair())
 
 
 def one_tokenizer(seed: int = 0, scale: float = 3.0, *, positions: int = 7, width: int = 8) -> Batch:
-    """B = 2, one token a chunk; some tokens of no chunk."""
+    """B = 2, one token a chunk; some tokens have no chunk."""
     student, teacher = (random_logits(2, positions, width, seed + k, scale) for k in (0, 1))
     chunks = torch.arange(positions).repeat(2, 1)
     chunks[1, 2::3] = -1

@@ -1,4 +1,4 @@
-"""Every loss on the pretended GPU, as a program: prints what each asks for, and how far it is from the CPU's, as JSON.
+"""Run every loss on the pretended GPU; print kernels, waits, copies and the difference from the CPU as JSON.
 
 uv run python -m tests.losses.counted
 """
@@ -16,31 +16,31 @@ MOVED = ("student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
 
 
 @dataclass(frozen=True)
-class Found:
+class Measured:
     kernels: int
     bytes: int
     waits: dict[str, int]
     copies: dict[str, int]
     error: float
-    """Largest difference from the CPU's loss and gradient, as a share of their largest number."""
+    """Largest difference from the CPU's loss and gradient, relative to their largest entry."""
 
 
-def found(case: Case) -> Found:
-    """Forward and backward, in a second call: what is made once was made in the first."""
+def measure(case: Case) -> Measured:
+    """Count forward and backward in the second call, after caches are filled."""
     batch = case.batch(0, torch.float32)
     expected = case.value_and_gradient(batch)
     with counted() as work:
         sent = dict(zip(MOVED, to_device_batched([getattr(batch, name) for name in MOVED], DEVICE), strict=True))
-        there = replace(batch, student=batch.student.to(DEVICE), teacher=batch.teacher.to(DEVICE), **sent)
-        case.value_and_gradient(there)
+        on_device = replace(batch, student=batch.student.to(DEVICE), teacher=batch.teacher.to(DEVICE), **sent)
+        case.value_and_gradient(on_device)
         work.clear()
-        made = case.value_and_gradient(there)
+        result = case.value_and_gradient(on_device)
         counts = work.taken()
-        pairs = [(ours.cpu(), theirs) for ours, theirs in zip(made, expected, strict=True)]
+        pairs = [(ours.cpu(), theirs) for ours, theirs in zip(result, expected, strict=True)]
     error = max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
-    return Found(**counts, error=error)
+    return Measured(**counts, error=error)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({case.name: asdict(found(case)) for case in ALL_LOSSES}))
+    print(json.dumps({case.name: asdict(measure(case)) for case in ALL_LOSSES}))

@@ -1,4 +1,4 @@
-"""Random heads, hidden states and losses of them, and the same in float64 and plain PyTorch."""
+"""Random heads, hidden states and losses, and the same in float64 and plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Draw:
-    """A student's and a teacher's head with hidden states, of one vocabulary, and a loss between the two."""
+    """A student's and a teacher's head with hidden states for one vocabulary, and a loss between them."""
 
     hidden: tuple[Tensor, Tensor]
     """[B, S, D] and [B, S, E]"""
@@ -46,12 +46,12 @@ class Draw:
             cap = draw.choice((None, None, 2.0, 30.0))
             return normal(*shape, width).to(dtype), Head(weight, bias, draw.choice((1.0, 1.0, 0.3, 2.0)), cap)
 
-        (student, own), (teacher, theirs) = side(), side()
+        (student_hidden, student_head), (teacher_hidden, teacher_head) = side(), side()
         ids = torch.randint(vocabulary, shape, generator=generator)
         mask = torch.rand(shape, generator=generator) < 0.8
         mask[0, 1] = True
         chunk_size = draw.choice((None, 1, 3))
-        sides = (student, teacher), (own, theirs)
+        sides = (student_hidden, teacher_hidden), (student_head, teacher_head)
         return Draw(*sides, vocabulary, ids, mask, draw.choice((1.0, 2.0)), draw.choice((0.3, 1.0)), chunk_size)
 
     @property
@@ -59,13 +59,13 @@ class Draw:
         return self.hidden[0].dtype
 
     def trained(self) -> tuple[Tensor, Head]:
-        """The student's side as new leaves."""
-        head, own = self.heads[0], self.hidden[0].clone().requires_grad_()
+        """Return the student's hidden states and head as new leaves."""
+        head, hidden = self.heads[0], self.hidden[0].clone().requires_grad_()
         bias = None if head.bias is None else head.bias.clone().requires_grad_()
-        return own, Head(head.weight.clone().requires_grad_(), bias, head.scale, head.soft_cap)
+        return hidden, Head(head.weight.clone().requires_grad_(), bias, head.scale, head.soft_cap)
 
     def loss(self, student: TrainableRows, teacher: LogitRows) -> Tensor:
-        """Cross-entropy and forward KL, together."""
+        """Cross-entropy and forward KL, computed together."""
         sizes = {"student_vocab_size": self.vocabulary, "teacher_vocab_size": self.vocabulary}
         ce = cross_entropy.plan(
             student, self.ids, mask=self.mask, vocab_size=self.vocabulary, chunk_size=self.chunk_size
@@ -82,15 +82,15 @@ class Draw:
 
 @dataclass(frozen=True)
 class Exact:
-    """What a draw comes to."""
+    """Loss and gradients of a draw in float64."""
 
     loss: Tensor
-    of_linear: Tensor
+    linear_gradient: Tensor
     """[B·S, V]: the gradient with respect to W h + bias."""
     gradients: tuple[Tensor, ...]
-    """Of hidden states, weight and maybe bias."""
+    """Gradients of hidden states, weight and, if there is one, bias."""
     largest_sum: float
-    """Of the sizes of what is added up to a logit."""
+    """The largest Σ |w h| + |bias| of a logit."""
 
     @staticmethod
     def of(draw: Draw) -> Exact:
@@ -107,13 +107,13 @@ class Exact:
         log_q, log_p = (z_t / tau).log_softmax(-1), (z_s / tau).log_softmax(-1)
         kd = (log_q.exp() * (log_q - log_p)).sum(-1)[scored].mean() * tau**2
         loss = ce + draw.kd_weight * kd
-        of_linear, *gradients = torch.autograd.grad(loss, [linear, *(leaf for leaf in exact if leaf is not None)])
+        linear_gradient, *gradients = torch.autograd.grad(loss, [linear, *(leaf for leaf in exact if leaf is not None)])
         sizes = [
             _linear(*(None if x is None else x.double().abs() for x in (hidden, *_parameters(head))))
             for hidden, head in zip(draw.hidden, draw.heads, strict=True)
         ]
         largest = max(float(size.max()) * head.scale for size, head in zip(sizes, draw.heads, strict=True))
-        return Exact(loss.detach(), of_linear.flatten(0, 1), tuple(gradients), largest)
+        return Exact(loss.detach(), linear_gradient.flatten(0, 1), tuple(gradients), largest)
 
 
 def _parameters(head: Head) -> tuple[Tensor, Tensor | None]:
@@ -121,8 +121,8 @@ def _parameters(head: Head) -> tuple[Tensor, Tensor | None]:
 
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    made = hidden @ weight.t()
-    return made if bias is None else made + bias
+    logits = hidden @ weight.t()
+    return logits if bias is None else logits + bias
 
 
 def _finished(linear: Tensor, head: Head) -> Tensor:
@@ -131,21 +131,22 @@ def _finished(linear: Tensor, head: Head) -> Tensor:
 
 
 def value_bound(draw: Draw, exact: Exact) -> float:
-    """Each logit is a sum of `width` + 1 numbers, and each row of the loss one of `vocabulary`, in fp32 at least.
+    """Bound the rounding of the loss.
 
-    The loss changes by 2 of what a logit changes at most, for either of two terms and of two sides, times τ.
+    Each logit is a sum of `width` + 1 numbers, and each row of the loss of `vocabulary` numbers, in fp32 or better.
+    Changing a logit by ε changes the loss by at most 2 ε, for each of two terms and two sides, times τ.
     """
     eps = torch.finfo(torch.promote_types(draw.dtype, torch.float32)).eps
     width = max(hidden.shape[-1] for hidden in draw.hidden)
     return 8 * draw.temperature * eps * (width + draw.vocabulary) * max(1.0, exact.largest_sum)
 
 
-def gradient_bound(draw: Draw, exact: Exact, wanted: Tensor, size: float) -> float:
-    """In the 2-norm. size: the norm of what is added up to each number of the gradient, by its sizes.
+def gradient_bound(draw: Draw, exact: Exact, gradient: Tensor, size: float) -> float:
+    """Bound the rounding of a gradient in the 2-norm. size: norm of the sums of absolute summands.
 
-    Of that two roundings to the dtype: of the gradient that enters a product, and of what comes out of it on either
-    rank; and twice as much for sums of several blocks. What fp16 has no normal numbers for has an absolute error.
+    Two roundings to the dtype: the gradient that enters a product and the product's result on either rank; twice as
+    much for sums of several blocks. Numbers below fp16's normal range have an absolute error.
     """
     unit = torch.finfo(draw.dtype).eps / 2
-    tiny = torch.finfo(draw.dtype).smallest_normal * unit * wanted.numel() ** 0.5
-    return 4 * unit * size + tiny + 4 * value_bound(draw, exact) * max(1.0, float(wanted.norm()))
+    tiny = torch.finfo(draw.dtype).smallest_normal * unit * gradient.numel() ** 0.5
+    return 4 * unit * size + tiny + 4 * value_bound(draw, exact) * max(1.0, float(gradient.norm()))

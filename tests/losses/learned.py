@@ -1,4 +1,4 @@
-"""A projection in the middle of its learning, and the gradient of a loss that reads it."""
+"""A projection during learning, and the gradient of a loss that reads it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,14 +27,14 @@ def check_against_dense(
 ) -> None:
     """Compare `run(learned, student)` and its gradients with autograd through `dense_loss(learned, Δ, student, τ)`."""
     learned = moved_projection(matrix)
-    own = student.clone().requires_grad_()
-    loss = run(learned, own, **options)
+    trained_student = student.clone().requires_grad_()
+    loss = run(learned, trained_student, **options)
     loss.backward()
     delta, dense_student = learned.delta.detach().double().requires_grad_(), student.clone().requires_grad_()
     expected = dense_loss(learned, delta, dense_student, options.get("temperature", 1.0))
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-11)
-    np.testing.assert_allclose(own.grad, dense_student.grad, rtol=1e-9, atol=1e-13)
+    np.testing.assert_allclose(trained_student.grad, dense_student.grad, rtol=1e-9, atol=1e-13)
     # The gradient is rounded to float32, as Δ is.
     np.testing.assert_allclose(learned.delta.grad, delta.grad, rtol=1e-6, atol=1e-8)
     assert learned.delta.grad.abs().max() > 0.01
@@ -51,6 +51,6 @@ def check_gradient(matrix: ProjectionMatrix, loss: Callable[[LearnedProjection],
         shifted = moved_projection(matrix)
         shifted.delta.data += step * direction
         values.append(loss(shifted).item())
-    # Of second order in the step, and Δ + step · direction is rounded to float32.
+    # The error is of second order in the step, and Δ + step · direction is rounded to float32.
     assert along == pytest.approx((values[0] - values[1]) / 2e-3, rel=1e-3)
     assert abs(along) > 1e-4

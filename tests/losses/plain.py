@@ -1,4 +1,4 @@
-"""A loss's settings and batches as tests/reference takes them, and what a batch costs by it."""
+"""A loss's settings and batches in the form of tests/reference, and the reference's loss of a batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,14 +16,16 @@ from tests.reference.trainer import kept_columns
 
 
 def plain_term(term: LossTerm) -> dict[str, Any]:
-    """With what methods.md §5 says of weights and sizes that are not given."""
+    """Return the settings with the defaults of methods.md §5 for weights and sizes that are None."""
     settings = term.model_dump()
     defaults = dict.fromkeys(("coverage_coef", "common_weight", "uncommon_weight"), 1.0) | {"uncommon_topk": 8192}
     return settings | {key: value for key, value in defaults.items() if settings.get(key) is None}
 
 
 def plain_maps(projection: ProjectionMatrix, pieces: Sequence[bytes | None], kind: str | None = None) -> dict[str, Any]:
-    """pieces: of the teacher's tokens. kind: of the maps of `byte_prefix` and `shared_prefix`; None: their defaults."""
+    """Return the maps of methods.md §2. pieces: bytes of the teacher's tokens. kind: `pieces` setting of `byte_prefix`
+    and `shared_prefix`, or None for the defaults.
+    """
     R = torch.zeros(projection.student_vocab_size, projection.teacher_vocab_size, dtype=torch.float64)
     for s, (columns, weights) in enumerate(zip(projection.indices, projection.weights, strict=True)):
         for t, weight in zip(columns.tolist(), weights.tolist(), strict=True):
@@ -44,7 +46,7 @@ def plain_maps(projection: ProjectionMatrix, pieces: Sequence[bytes | None], kin
 
 
 def plain_texts(batch: Batch, **of_sampling: Tensor) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each sequence as the student sees it, whose logits get a gradient, and as the teacher does.
+    """Return the student's and the teacher's side of each sequence; the student's logits get a gradient.
 
     of_sampling: `behaviour` and `drawn` [B, S]; every token of a chunk is sampled.
     """
@@ -53,26 +55,26 @@ def plain_texts(batch: Batch, **of_sampling: Tensor) -> list[tuple[dict[str, Any
         chunks = batch.student_chunk_id[b].tolist(), batch.teacher_chunk_id[b].tolist()
         z = batch.student[b].detach().clone().requires_grad_()
         scored = [chunk >= 0 for chunk in chunks[0]]
-        one = {"ids": batch.student_ids[b].tolist(), "z": z, "scored": scored, "sampled": True}
-        one |= {name: values[b].tolist() for name, values in of_sampling.items()}
-        own = {"ids": batch.teacher_ids[b].tolist(), "w": batch.teacher[b], "chunks": chunks, "stop": math.inf}
-        texts.append((one, own))
+        student_side = {"ids": batch.student_ids[b].tolist(), "z": z, "scored": scored, "sampled": True}
+        student_side |= {name: values[b].tolist() for name, values in of_sampling.items()}
+        teacher_side = {"ids": batch.teacher_ids[b].tolist(), "w": batch.teacher[b], "chunks": chunks, "stop": math.inf}
+        texts.append((student_side, teacher_side))
     return texts
 
 
 def compared_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> list[tuple[int, list[int], list[int]]]:
-    """Row, student positions and teacher positions of each chunk that the reference compares."""
-    found = []
+    """Return row, student positions and teacher positions of each chunk that the reference compares."""
+    compared = []
     for b, chunks in enumerate(zip(student_chunk_id.tolist(), teacher_chunk_id.tolist(), strict=True)):
         places = [range(len(side)) for side in chunks]
-        one = {"ids": places[0], "z": torch.zeros(len(places[0]), 1)}
-        own = {"ids": places[1], "w": torch.zeros(len(places[1]), 1), "chunks": chunks, "stop": math.inf}
-        found += [(b, x, y) for _, x, y, _, _ in reference.aligned(one, own)]
-    return found
+        student_side = {"ids": places[0], "z": torch.zeros(len(places[0]), 1)}
+        teacher_side = {"ids": places[1], "w": torch.zeros(len(places[1]), 1), "chunks": chunks, "stop": math.inf}
+        compared += [(b, x, y) for _, x, y, _, _ in reference.aligned(student_side, teacher_side)]
+    return compared
 
 
 def _within(maps: dict[str, Any], batch: Batch) -> dict[str, Any]:
-    """What the maps hold of tokens that have logits."""
+    """Drop tokens without logits from the maps."""
     R, sizes = (
         maps["R"][: batch.student.shape[2], : batch.teacher.shape[2]],
         (batch.student.shape[2], batch.teacher.shape[2]),
@@ -86,7 +88,7 @@ def _within(maps: dict[str, Any], batch: Batch) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cost:
-    """A sum over the units of a batch, not divided."""
+    """Sums over the units of a batch."""
 
     loss: Tensor
     gradient: Tensor
@@ -103,22 +105,24 @@ def cost(
     units_of: Callable[..., list[reference.Unit]] = reference.units,
     **of_sampling: Any,
 ) -> Cost:
-    """By the reference. weights: of sequences. units_of: tests/reference/truncated.py has another one."""
+    """Compute a batch's loss with the reference. weights: one per sequence. units_of: tests/reference/truncated.py has
+    another one.
+    """
     settings, texts = plain_term(term), plain_texts(batch, **of_sampling)
     maps = _within(plain_maps(batch.projection, pieces, settings.get("pieces")), batch)
     maps["kept"] = kept_columns({"term": settings, "maps": maps}, texts)
-    by_text = [units_of(settings, one, own, maps) for one, own in texts]
+    by_text = [units_of(settings, student_side, teacher_side, maps) for student_side, teacher_side in texts]
     total, num_units, reported = torch.zeros((), dtype=torch.float64), sum(map(len, by_text)), 0.0
     for weight, units in zip(weights or [1.0] * len(texts), by_text, strict=True):
         divisor = max(1, len(units)) if term.type == "tcad" else 1
         total = total + weight * sum(trained for trained, _ in units) / divisor
-        reported += sum(float(shown) for _, shown in units)
-    gradient = torch.stack(torch.autograd.grad(total, [one["z"] for one, _ in texts]))
+        reported += sum(float(reported_value) for _, reported_value in units)
+    gradient = torch.stack(torch.autograd.grad(total, [student_side["z"] for student_side, _ in texts]))
     return Cost(total.detach(), gradient, reported, num_units)
 
 
 def narrowed(batch: Batch, projection: ProjectionMatrix) -> Batch:
-    """With the vocabularies of another projection, and its first pair at every place."""
+    """Return the batch with the vocabularies of another projection, and its first pair at every position."""
     sizes = projection.student_vocab_size, projection.teacher_vocab_size
     pair = projection.shared_pairs[0].tolist()
     return replace(

@@ -13,7 +13,9 @@ from .cases import bytes_of, pieces_of
 
 
 def paired_matrix(student: int, teacher: int, num_pairs: int, seed: int) -> ProjectionMatrix:
-    """`num_pairs` exact rows of scattered ids; the others empty, of one entry, or of weights (0.7, 0.3) or (.5, .5)."""
+    """Make `num_pairs` exact rows at random ids; the remaining rows are empty, or have weights (1), (0.7, 0.3) or (.5,
+    .5).
+    """
     rng = np.random.default_rng(seed)
     exact = np.zeros(student, dtype=bool)
     exact[rng.choice(student, size=num_pairs, replace=False)] = True
@@ -36,7 +38,7 @@ def spelled_matrix(
     spellings: Sequence[Sequence[int]],
     student: Sequence[bytes | None] | None = None,
 ) -> ProjectionMatrix:
-    """Exact pairs, and the teacher's tokens spelled with the student's. student: bytes of its tokens, if known."""
+    """Make exact pairs, with the teacher's tokens spelled by the student's. student: bytes of its tokens, or None."""
     indices = np.full((student_size, 1), -1)
     for s, t in pairs:
         indices[s] = t

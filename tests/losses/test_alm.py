@@ -17,7 +17,7 @@ def one_token(log_odds: float) -> torch.Tensor:
 @pytest.mark.parametrize("teacher_odds", [-300.0, -50.0, 0.0, 5.0, 50.0, 300.0])
 @pytest.mark.parametrize("tau", [1.0, 2.0])
 def test_extreme_likelihoods_have_the_right_value_and_gradient(student_odds, teacher_odds, tau):
-    """In fp32 p = 1 − e^−300 rounds to 1, where log(1 − p) is −inf, and so does 1 − p at p = e^−300 in its gradient."""
+    """Bug: in fp32, p = 1 − e^−300 rounds to 1, and log(1 − p) and the gradient's 1 / (1 − p) become infinite."""
     student = one_token(student_odds).requires_grad_()
     sides = dict.fromkeys(("student_ids", "teacher_ids"), torch.tensor([[0, 0]]))
     sides |= dict.fromkeys(("student_chunk_id", "teacher_chunk_id"), torch.tensor([[-1, 0]]))
@@ -40,8 +40,8 @@ def _surprise(odds: float) -> float:
 
 
 def test_a_chunk_longer_than_the_budget_is_not_cut(monkeypatch):
-    """Cut inside, its parts would count as two chunks."""
+    """Bug: a chunk cut by a block's end counts as two chunks."""
     (case,) = (case for case in LOSSES if case.loss is alm)
-    whole = case.run(case.batch())
+    uncut = case.run(case.batch())
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 1)
-    torch.testing.assert_close(case.run(case.batch()).loss, whole.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(case.run(case.batch()).loss, uncut.loss, rtol=1e-12, atol=0)

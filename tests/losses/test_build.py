@@ -46,7 +46,7 @@ def logits(positions: int, width: int, seed: int) -> torch.Tensor:
 
 
 def test_every_term_of_the_config_has_a_loss():
-    """Exhaustiveness, which would otherwise be a KeyError in a run."""
+    """Bug: a term without a loss, which is a KeyError during a run."""
     types = {kind.model_fields["type"].default for kind in get_args(get_args(LossTerm)[0])}
     assert types == LOSSES.keys() == ACROSS_TOKENIZERS.keys()
     objectives = get_args(get_args(Loss)[0])
@@ -55,14 +55,14 @@ def test_every_term_of_the_config_has_a_loss():
 
 
 def test_every_loss_is_held_to_the_contract():
-    """Bug: a loss that no identity, gradient or cut of a batch is tried with. `function` computes what it is given."""
+    """Bug: a loss that no identity, gradient or microbatch is tested with. `function` is the user's code."""
     entries = [entry for table in (LOSSES, ACROSS_TOKENIZERS) for kind, entry in table.items() if kind != "function"]
     missing = {entry.loss.__name__ for entry in entries} - {case.loss.__name__ for case in cases.LOSSES}
     assert not missing, f"give it a line in LOSSES of tests/losses/cases.py: {missing}"
 
 
 def test_defaults_are_those_of_the_config():
-    """A default of a loss's function that differs from its setting's would make Python and YAML two losses."""
+    """Bug: a default of a loss's function that differs from the setting's, so Python and YAML disagree."""
     for kind in get_args(get_args(LossTerm)[0]):
         for table in (LOSSES, ACROSS_TOKENIZERS):
             parameters = inspect.signature(table[kind.model_fields["type"].default].loss.plan).parameters
@@ -74,7 +74,7 @@ def test_defaults_are_those_of_the_config():
 
 @pytest.mark.parametrize("loss", [p_kl, same_vocab])
 def test_the_signature_is_that_of_the_call(loss):
-    """Bug: help() that names a planned loss as what is returned, or `**shared` as what is taken."""
+    """Bug: help() that shows a planned loss as the return value, or `**shared` as arguments."""
     signature = inspect.signature(loss)
     assert signature.return_annotation is LossOutput
     mask_or_ids = signature.parameters["mask" if loss is same_vocab else "student_chunk_id"]
@@ -83,7 +83,7 @@ def test_the_signature_is_that_of_the_call(loss):
 
 
 def test_same_vocab_term():
-    """Every setting of the term reaches the loss."""
+    """Bug: a setting of the term that does not reach the loss."""
     student, teacher, tokens = logits(7, 9, 0), logits(7, 8, 1), rows(7)
     loss = build(SameVocabTerm(**SETTINGS, **SUPPORT), student_vocab_size=6)
     out = loss.plan(student, teacher, tokens, TeacherRows(tokens, None), 4).compute()
@@ -93,75 +93,80 @@ def test_same_vocab_term():
 
 
 def sampled(positions: int) -> SampledRows:
-    """Row 1 is of the dataset."""
+    """Row 0 is sampled, row 1 is from the dataset."""
     logprobs = -torch.rand(2, positions, generator=torch.Generator().manual_seed(5))
     return SampledRows(torch.tensor([True, False]), logprobs, logprobs - 0.3, torch.zeros(2), torch.tensor([0, 1]))
 
 
-def of_engine(of_batch: SampledRows) -> dict[str, torch.Tensor]:
-    return {"logprobs": of_batch.logprobs[:, :7], "behaviour_logprobs": of_batch.behaviour_logprobs[:, :7]}
+def engine_arguments(samples: SampledRows) -> dict[str, torch.Tensor]:
+    return {"logprobs": samples.logprobs[:, :7], "behaviour_logprobs": samples.behaviour_logprobs[:, :7]}
 
 
 IMPORTANCE = {"importance_level": "sequence", "importance_cap": 1.5, "importance_veto": 0.01}
 
 
 def test_tcad_term():
-    """A unit is a sequence, times its rollout weight; the weights of a prompt's rollouts reach the loss."""
+    """A unit is a sequence times its rollout weight. Bug: the weights of a prompt's rollouts do not reach the loss."""
     student, teacher, tokens = logits(7, 9, 0), logits(7, 8, 1), rows(7)
     settings = {**SETTINGS, "support_size": 3, "support": "union", "coverage_coef": 0.4}
     loss = build(TCADTerm(**settings, power_alpha=2.0), student_vocab_size=6)
     weights = torch.tensor([0.25, 0.5])
-    own = TeacherRows(tokens, None, rollout_weights=weights)
-    assert loss.count(tokens, own, sampled(7)) == 0.75
+    teacher_rows = TeacherRows(tokens, None, rollout_weights=weights)
+    assert loss.count(tokens, teacher_rows, sampled(7)) == 0.75
     assert loss.count(tokens, TeacherRows(tokens, None)) == 2
-    out = loss.plan(student, teacher, tokens, own, 4, sampled=sampled(7), sequence_weights=weights).compute()
+    out = loss.plan(student, teacher, tokens, teacher_rows, 4, sampled=sampled(7), sequence_weights=weights).compute()
     arguments = {"mask": tokens.loss_mask, "sequence_weights": weights, "student_vocab_size": 6}
     direct = tcad(student, teacher, **arguments, normalizer=4, **settings)
     assert torch.equal(out.loss, direct.loss)
 
 
 def test_sampled_kl_term():
-    """Only what was sampled is scored, also where the teacher's rows are narrower than the student's."""
-    student, teacher, tokens, of_batch = logits(9, 9, 0), logits(7, 8, 1), rows(7), sampled(9)
+    """Bug: tokens of the dataset are scored, or a teacher with fewer positions than the student fails."""
+    student, teacher, tokens, samples = logits(9, 9, 0), logits(7, 8, 1), rows(7), sampled(9)
     settings = {"estimator": "k1", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0, **IMPORTANCE}
     loss = build(SampledKLTerm(**settings), student_vocab_size=6)
-    own = TeacherRows(tokens, None)
-    assert loss.count(tokens, own, of_batch) == 5
-    assert loss.count(tokens, own) == 0
-    out = loss.plan(student, teacher, tokens, own, 4, sampled=of_batch).compute()
+    teacher_rows = TeacherRows(tokens, None)
+    assert loss.count(tokens, teacher_rows, samples) == 5
+    assert loss.count(tokens, teacher_rows) == 0
+    out = loss.plan(student, teacher, tokens, teacher_rows, 4, sampled=samples).compute()
     mask = tokens.loss_mask & torch.tensor([[True], [False]])
-    arguments = {"ids": tokens.ids, "mask": mask, "student_vocab_size": 6, **of_engine(of_batch)}
+    arguments = {"ids": tokens.ids, "mask": mask, "student_vocab_size": 6, **engine_arguments(samples)}
     assert torch.equal(out.loss, sampled_kl(student, teacher, **arguments, normalizer=4, **settings).loss)
-    validated = loss.plan(student, teacher, tokens, own, 4).compute()
+    validated = loss.plan(student, teacher, tokens, teacher_rows, 4).compute()
     assert (validated.loss.item(), validated.metrics["kd"].count) == (0, 0)
 
 
 def test_sampled_kl_term_of_a_teacher_with_another_tokenizer():
-    """Only chunks of what was sampled are units, and the engine's log-probabilities reach the loss."""
-    student, teacher, of_batch = logits(7, 10, 0), logits(6, 11, 1), sampled(9)
+    """Bug: chunks of the dataset are units, or the engine's log-probabilities do not reach the loss."""
+    student, teacher, samples = logits(7, 10, 0), logits(6, 11, 1), sampled(9)
     settings = {"estimator": "k2", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0, **IMPORTANCE}
     term = SampledKLTerm(**settings, normalizer="units")
     loss = build(term, across_tokenizers=True, student_vocab_size=9, teacher_vocab_size=11)
-    tokens, own = rows(7), TeacherRows(rows(6), ChunkRows(*CHUNKS))
+    tokens, teacher_rows = rows(7), TeacherRows(rows(6), ChunkRows(*CHUNKS))
     chunks = [CHUNKS[0].clone(), CHUNKS[1]]
     chunks[0][1] = -1
     arguments = {
         "student_ids": tokens.ids,
-        "teacher_ids": own.tokens.ids,
+        "teacher_ids": teacher_rows.tokens.ids,
         "student_chunk_id": chunks[0],
         "teacher_chunk_id": chunks[1],
         "mask": tokens.loss_mask & torch.tensor([[True], [False]]),
         "student_vocab_size": 9,
-        **of_engine(of_batch),
+        **engine_arguments(samples),
     }
     direct = sampled_chunk_kl(student, teacher, **arguments, normalizer=4, **settings)
-    out = loss.plan(student, teacher, tokens, own, 4, sampled=of_batch).compute()
+    out = loss.plan(student, teacher, tokens, teacher_rows, 4, sampled=samples).compute()
     assert torch.equal(out.loss, direct.loss)
-    assert loss.count(tokens, own, of_batch) == direct.metrics["kd"].count > 0
-    assert loss.count(tokens, own) == loss.plan(student, teacher, tokens, own, 4).compute().metrics["kd"].count == 0
+    assert loss.count(tokens, teacher_rows, samples) == direct.metrics["kd"].count > 0
+    assert (
+        loss.count(tokens, teacher_rows)
+        == loss.plan(student, teacher, tokens, teacher_rows, 4).compute().metrics["kd"].count
+        == 0
+    )
 
 
 def test_p_kl_term():
+    """Bug: a setting, the ids or the chunks do not reach the loss."""
     matrix = cases.pair()
     student, teacher = logits(7, 10, 0), logits(6, 11, 1)
     loss = build(PKLTerm(**SETTINGS, coverage_coef=0.4), matrix)
@@ -183,7 +188,9 @@ def test_p_kl_term():
 
 @pytest.mark.parametrize(("term", "objective"), [(SameVocabTerm, SameVocabLoss), (PKLTerm, PKLLoss)])
 def test_the_objective_around_a_term_is_no_part_of_its_loss(term, objective):
-    """The weights of the objective are applied by the trainer; a run's own `loss` is a term that has them."""
+    """Bug: a run's `loss` is a term with the objective's weights, and these are applied here and again by the
+    trainer.
+    """
     tokens, chunks = rows(7), cases.random_chunk_ids(np.random.default_rng(4), 2, 7, 7)
     batch = (logits(7, 9, 0), logits(7, 9, 1), tokens, TeacherRows(tokens, ChunkRows(*chunks)), 4)
     losses = [
@@ -207,8 +214,9 @@ CONTINUED = [
     "settings", [SameVocabTerm(), *(term(**UNITS) for term in CROSS_TERMS), *CONTINUED, *POSITIONS], ids=repr
 )
 def test_units_are_counted_as_the_loss_counts_them(settings):
-    """What the driver counts is what ranks divide by; catches a term that skips units nobody told the driver of, and
-    one that adds the likelihoods of chunks which are none of its units."""
+    """Ranks divide by the driver's count. Catches a term that skips units the driver counts, and one that adds the
+    likelihoods of chunks that are not its units.
+    """
     term = type(settings)
     chunks = (torch.tensor([[-1, 0, 1, 2, 2, -1, 3]]), torch.tensor([[-1, 0, 1, 1, 2, 3]]))
     ids = (torch.tensor([[5, 1, 2, 3, 3, 4, 4]]), torch.tensor([[5, 1, 2, 2, 3, 0]]))
@@ -224,7 +232,7 @@ def test_units_are_counted_as_the_loss_counts_them(settings):
 
 @pytest.mark.parametrize("term", CROSS_TERMS)
 def test_a_sum_is_divided_by_the_tokens_of_texts_that_have_a_chunk(term):
-    """Bugs: chunks counted all the same; tokens of a text whose teacher is not asked; token 0; rollout weights lost."""
+    """Bugs: chunks counted instead of tokens; tokens of a text without a teacher; token 0; rollout weights lost."""
     chunks = (torch.tensor([[-1, 0, 1, 2, 2, -1, 3]] * 2), torch.tensor([[-1, 0, 1, 1, 2, 3]] * 2))
     chunks[0][1] = chunks[1][1] = -1
     ids = (torch.tensor([[5, 1, 2, 3, 3, 4, 4]] * 2), torch.tensor([[5, 1, 2, 2, 3, 0]] * 2))
@@ -239,6 +247,7 @@ def test_a_sum_is_divided_by_the_tokens_of_texts_that_have_a_chunk(term):
     ("term", "compat"), [(PKLTerm, "nemo_rl"), (GoldTerm, "trl"), (HKLTerm, "trl"), (ULDTerm, "trl")]
 )
 def test_another_systems_formula_is_divided_by_chunks(term, compat):
+    """Bug: `compat` with our default normalizer, so the value is not the other system's."""
     assert term(compat=compat).normalizer == "units"
     assert term(compat=compat, normalizer="student_tokens").normalizer == "student_tokens"
     assert term().normalizer == "student_tokens"
@@ -246,13 +255,14 @@ def test_another_systems_formula_is_divided_by_chunks(term, compat):
 
 @pytest.mark.parametrize("term", [SameVocabTerm, TCADTerm, SampledKLTerm, *CROSS_TERMS])
 def test_every_setting_of_a_term_is_an_argument_of_its_loss(term):
-    """Catches a setting that a run accepts and that reaches nothing."""
+    """Catches a setting that a run accepts and no loss reads."""
     settings = set(term.model_fields) - {"type", "normalizer", "power_alpha"}
     for function in {getattr(losses, term().type), *([sampled_chunk_kl] if term is SampledKLTerm else [])}:
         assert settings <= set(inspect.signature(function).parameters)
 
 
 def test_p_kl_needs_a_projection_and_chunks():
+    """Bug: an AttributeError in place of a message with the missing input."""
     with pytest.raises(ConfigError, match="projection"):
         build(PKLTerm())
     loss = build(PKLTerm(), cases.identity(9))

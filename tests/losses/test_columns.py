@@ -1,4 +1,4 @@
-"""Losses do not depend on the order of a teacher's columns, if ids and projection have the same order."""
+"""Losses do not depend on the order of a teacher's columns if ids and projection have the same order."""
 
 from dataclasses import replace
 

@@ -25,15 +25,15 @@ PAIRS: dict[Callable[..., Any], Pairs] = {
 
 
 def value_of(loss: Callable[..., Any], **options: Any) -> float:
-    """Sum over the units."""
+    """Return the sum over the units."""
     batch = two_tokenizers()
     return loss(batch.student, batch.teacher, **batch.of_chunks, normalizer=1, temperature=TAU, **options).loss.item()
 
 
 def units(batch: Batch) -> Iterator[tuple[Tensor, Tensor, list[int], list[int]]]:
-    """Of each unit the log-probabilities at all its positions on both sides, at TAU, and its tokens."""
-    for one, own in plain_texts(batch):
-        for _, x, y, z, w in reference.aligned(one, own):
+    """Yield each unit's log-probabilities at all its positions on both sides, at TAU, and its tokens."""
+    for student_side, teacher_side in plain_texts(batch):
+        for _, x, y, z, w in reference.aligned(student_side, teacher_side):
             yield (z.detach() / TAU).log_softmax(1), (w / TAU).log_softmax(1), x, y
 
 
@@ -42,16 +42,18 @@ def divergence(log_t: Tensor, log_s: Tensor, kind: str, **weights: float) -> Ten
 
 
 def common_and_tails(log_t: Tensor, log_s: Tensor, pairs: Pairs, num_ranks: int, kind: str, **weights: float) -> tuple:
-    ours, other = pairs
-    tails = reference.rest(log_t, other).exp(), reference.rest(log_s, ours).exp()
-    return divergence(log_t[other], log_s[ours], kind, **weights), reference.sorted_l1(*tails, num_ranks)
+    student_columns, teacher_columns = pairs
+    tails = reference.rest(log_t, teacher_columns).exp(), reference.rest(log_s, student_columns).exp()
+    return divergence(log_t[teacher_columns], log_s[student_columns], kind, **weights), reference.sorted_l1(
+        *tails, num_ranks
+    )
 
 
 @pytest.mark.parametrize(("uncommon_topk", "num_ranks"), [(2, 2), (5, None)])
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 @pytest.mark.parametrize("loss", [gold, h_kl])
 def test_paired_losses_of_nemo_rl(loss, kind, weights, uncommon_topk, num_ranks):
-    """Catches a mean that is renormalised, and tails that are not cut to the shorter, the student's."""
+    """Catches a renormalised mean, and tails that are not cut to the length of the student's, the shorter one."""
     pairs = PAIRS[loss]
     num_ranks = num_ranks or len(STUDENT) - len(pairs[0])
     assert num_ranks <= uncommon_topk
@@ -66,6 +68,7 @@ def test_paired_losses_of_nemo_rl(loss, kind, weights, uncommon_topk, num_ranks)
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 @pytest.mark.parametrize("loss", [gold, h_kl])
 def test_paired_losses_of_trl(loss, kind, weights):
+    """Catches another merge than `observed`, or another share of the pairs than TRL's."""
     pairs, total = PAIRS[loss], torch.zeros(())
     share = len(pairs[0]) / len(TEACHER)
     for log_p, log_q, x, y in units(two_tokenizers()):
@@ -79,19 +82,20 @@ def test_paired_losses_of_trl(loss, kind, weights):
 @pytest.mark.parametrize("top_k", [4, None])
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
 def test_p_kl_of_nemo_rl(kind, top_k):
-    """Columns chosen over all positions; the teacher normalised on them at every position, the student afterwards."""
+    """Columns are chosen over all positions. Catches a teacher normalised after the mean, or a student before it."""
     R = plain_maps(pair(), TEACHER)["R"]
     largest = two_tokenizers().teacher.flatten(0, 1).amax(0)
-    kept = [t for t in reference.top(largest, len(TEACHER)) if R[:, t].any()][:top_k]
+    columns = [t for t in reference.top(largest, len(TEACHER)) if R[:, t].any()][:top_k]
     total = torch.zeros(())
     for log_p, log_q, _, _ in units(two_tokenizers()):
-        s = log_p.exp().mean(0) @ R[:, kept]
-        total = total + divergence(log_q[:, kept].log_softmax(1).mean(0), s.log().log_softmax(0), kind)
+        s = log_p.exp().mean(0) @ R[:, columns]
+        total = total + divergence(log_q[:, columns].log_softmax(1).mean(0), s.log().log_softmax(0), kind)
     options = {"compat": "nemo_rl", "vocab_topk": top_k, "divergence": kind, "chunk_size": 3}
     assert value_of(p_kl, projection=pair(), **options) == pytest.approx(TAU**2 * total.item(), rel=1e-12)
 
 
 def test_uld_of_trl():
+    """Catches another merge than `observed`, or tails that are cut."""
     total = torch.zeros(())
     for log_p, log_q, x, y in units(two_tokenizers()):
         sides = reference.merged(log_q, y, "observed"), reference.merged(log_p, x, "observed")

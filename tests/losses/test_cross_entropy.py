@@ -13,7 +13,7 @@ def logits(dtype=torch.float64) -> torch.Tensor:
 
 
 def test_value_equals_the_loop():
-    """Token i by the logits at i−1, the head cut to 5 columns, and ids that are not scored never looked up."""
+    """Bugs: unshifted logits, a head that is not cut to 5 columns, a lookup of ids that are not scored."""
     z = logits()
     expected = 0.0
     for b in range(2):
@@ -23,9 +23,9 @@ def test_value_equals_the_loop():
     out = cross_entropy(z, IDS, mask=MASK, vocab_size=5, chunk_size=2)
     assert out.loss.item() == pytest.approx(expected / 3, rel=1e-12)
     assert out.metrics["ce"].value() == pytest.approx(expected / 3, rel=1e-12)
-    given = cross_entropy(z, IDS, mask=MASK, vocab_size=5, normalizer=12)
-    assert given.loss.item() == pytest.approx(expected / 12, rel=1e-12)
-    assert given.metrics["ce"].value() == pytest.approx(expected / 3, rel=1e-12)
+    divided = cross_entropy(z, IDS, mask=MASK, vocab_size=5, normalizer=12)
+    assert divided.loss.item() == pytest.approx(expected / 12, rel=1e-12)
+    assert divided.metrics["ce"].value() == pytest.approx(expected / 3, rel=1e-12)
 
 
 def test_gradient():
@@ -35,6 +35,7 @@ def test_gradient():
 
 
 def test_all_masked_stays_connected():
+    """Bug: a rank without scored tokens skips the backward collectives."""
     z = logits(torch.bfloat16).requires_grad_()
     loss = cross_entropy(z, IDS, mask=torch.zeros_like(MASK)).loss
     loss.backward()

@@ -29,7 +29,7 @@ def by_reference(log_t: torch.Tensor, log_s: torch.Tensor, kind: str, **weights:
 
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 def test_value_equals_the_definition(kind, weights):
-    """A swapped direction, a β on the wrong side or a forgotten ½ changes the value."""
+    """Bugs: a swapped direction, a β on the wrong side, a forgotten ½."""
     z_t, z_s = pair()
     value = Divergence(kind, **weights)(z_t.log_softmax(-1), z_s.log_softmax(-1))
     sides = zip(z_t.log_softmax(-1), z_s.log_softmax(-1), strict=True)
@@ -39,22 +39,25 @@ def test_value_equals_the_definition(kind, weights):
 
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 def test_gradient_is_that_of_the_value(kind, weights):
-    """The closed forms of the gradient are written by hand, also with respect to log s that is not normalised."""
+    """Closed forms of the gradient. Bug: one that is right only for a normalised log s."""
     z_t, z_s = pair(1)
     log_t = z_t.log_softmax(-1)
-    of = Divergence(kind, **weights)
-    assert torch.autograd.gradcheck(lambda z: of(log_t, z.log_softmax(-1)), z_s.requires_grad_())
-    assert torch.autograd.gradcheck(lambda log_s: of(log_t, log_s), z_s.detach().log_softmax(-1).requires_grad_())
+    divergence = Divergence(kind, **weights)
+    assert torch.autograd.gradcheck(lambda z: divergence(log_t, z.log_softmax(-1)), z_s.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda log_s: divergence(log_t, log_s), z_s.detach().log_softmax(-1).requires_grad_()
+    )
 
 
 def test_jsd_ends_are_the_two_kls():
+    """Bug: 0 · inf at β = 0 or 1, or the two ends swapped."""
     log_t, log_s = (z.log_softmax(-1) for z in pair(2))
     assert torch.equal(Divergence("jsd", beta=0)(log_t, log_s), Divergence()(log_t, log_s))
     assert torch.equal(Divergence("jsd", beta=1)(log_t, log_s), Divergence("reverse_kl")(log_t, log_s))
 
 
 def test_mixed_of_forward_kl_alone_is_finite_where_the_reverse_is_not():
-    """0 · inf is NaN."""
+    """Bug: 0 · inf is NaN."""
     log_t, log_s = torch.tensor([[0.0, -math.inf]]), torch.tensor([[0.5, 0.5]]).log()
     assert torch.equal(Divergence("mixed", mixed_weight=1)(log_t, log_s), Divergence()(log_t, log_s))
 
@@ -62,7 +65,7 @@ def test_mixed_of_forward_kl_alone_is_finite_where_the_reverse_is_not():
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_distributions_give_exactly_zero(kind, weights, dtype):
-    """Rounding noise of log m, or of Σt ≠ 1, would pull at a student that is already right."""
+    """Bug: rounding of log m, or of Σt ≠ 1, pulls at a student that is already right."""
     z = (20 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(3))).to(dtype).requires_grad_()
     value = Divergence(kind, **weights)(z.detach().log_softmax(-1), z.log_softmax(-1))
     value.sum().backward()
@@ -72,13 +75,13 @@ def test_equal_distributions_give_exactly_zero(kind, weights, dtype):
 
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 def test_cells_empty_on_both_sides_count_nothing(kind, weights):
-    """−inf − −inf is NaN, and 0 · −inf too."""
+    """Bug: −inf − −inf and 0 · −inf are NaN."""
     z_t, z_s = pair(4)
     empty = torch.full((3, 2), -math.inf, dtype=torch.float64)
-    of = Divergence(kind, **weights)
+    divergence = Divergence(kind, **weights)
     padded = torch.cat([z_s, empty], -1).requires_grad_()
-    value = of(torch.cat([z_t, empty], -1).log_softmax(-1), padded.log_softmax(-1))
-    torch.testing.assert_close(value, of(z_t.log_softmax(-1), z_s.log_softmax(-1)), rtol=1e-14, atol=0)
+    value = divergence(torch.cat([z_t, empty], -1).log_softmax(-1), padded.log_softmax(-1))
+    torch.testing.assert_close(value, divergence(z_t.log_softmax(-1), z_s.log_softmax(-1)), rtol=1e-14, atol=0)
     (gradient,) = torch.autograd.grad(value.sum(), padded)
     assert gradient.isfinite().all()
     assert not gradient[:, -2:].any()
@@ -86,7 +89,7 @@ def test_cells_empty_on_both_sides_count_nothing(kind, weights):
 
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 def test_a_cell_empty_on_the_teacher_side_alone_is_finite(kind, weights):
-    """Forward KL, JSD and TVD have a finite value there; the reverse KL is infinite by definition."""
+    """Forward KL, JSD and TVD are finite; reverse KL is infinite by definition. Bug: 0 · log 0 is NaN."""
     log_t = torch.tensor([[0.0, -math.inf]])
     log_s = torch.tensor([[0.5, 0.5]]).log().requires_grad_()
     value = Divergence(kind, **weights)(log_t, log_s)
@@ -115,14 +118,14 @@ def test_not_negative(logits, kind, share):
 
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 def test_of_logits_is_that_of_their_softmax(kind, weights):
-    """Value and gradient; columns of −inf on both sides, and logits whose probabilities are 0 in fp64."""
+    """Columns of −inf on both sides, and logits whose probabilities are 0 in fp64. Bug: NaN in value or gradient."""
     z_t, z_s = pair(7)
     z_t[:, 1] = z_s[:, 1] = -math.inf
     z_t[0, 0] += 800
     z_s[1, 2] += 800
     z_s.requires_grad_()
-    of = Divergence(kind, **weights)
-    value, expected = of.of_logits(z_t, z_s), of(z_t.log_softmax(-1), z_s.log_softmax(-1))
+    divergence = Divergence(kind, **weights)
+    value, expected = divergence.of_logits(z_t, z_s), divergence(z_t.log_softmax(-1), z_s.log_softmax(-1))
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
     gradient, expected_gradient = (torch.autograd.grad(side.sum(), z_s)[0] for side in (value, expected))
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-13)
@@ -130,10 +133,10 @@ def test_of_logits_is_that_of_their_softmax(kind, weights):
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "mixed"])
 def test_of_logits_keeps_the_digits_of_a_small_divergence(kind):
-    """Logits are 2^−10 apart, as in a student that is nearly right: the divergence is near 2^−21 of a nat.
+    """Logits are 2^−10 apart, as in a student that is nearly right; the divergence is near 2^−21 nat.
 
-    A log Σ exp near 10, rounded to fp32, would be wrong by up to 2^−21 in every cell alike. The rounding of
-    exponentials is not alike, and an eighth of that bound is room for their sum.
+    Bug: a log Σ exp near 10 that is rounded to fp32 shifts every cell alike, by up to 2^−21. The rounding of
+    exponentials differs between cells, and an eighth of that bound is room for their sum.
     """
     generator = torch.Generator().manual_seed(8)
     z_t = 3 * torch.randn(8, 4096, generator=generator)
@@ -146,16 +149,17 @@ def test_of_logits_keeps_the_digits_of_a_small_divergence(kind):
 @pytest.mark.parametrize("side", ["teacher", "student"])
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 def test_a_nan_is_not_hidden(kind, weights, side):
-    """What takes care of 0 · inf would also make a broken model's loss finite."""
+    """Bug: guards against 0 · inf make a broken model's loss finite."""
     z_t, z_s = pair(9)
     (z_t if side == "teacher" else z_s)[0, 0] = math.nan
-    of = Divergence(kind, **weights)
-    for value in (of.of_logits(z_t, z_s), of(z_t.log_softmax(-1), z_s.log_softmax(-1))):
+    divergence = Divergence(kind, **weights)
+    for value in (divergence.of_logits(z_t, z_s), divergence(z_t.log_softmax(-1), z_s.log_softmax(-1))):
         assert value[0].isnan()
         assert value[1:].isfinite().all()
 
 
 def test_low_precision_is_computed_in_fp32():
+    """Bug: a divergence in bf16."""
     log_t, log_s = (z.log_softmax(-1).bfloat16() for z in pair(5))
     assert Divergence()(log_t, log_s).dtype == torch.float32
 
@@ -168,17 +172,18 @@ def test_wrong_choices_are_named(wrong):
 
 
 def test_every_divergence_has_a_setting_and_an_oracle():
+    """Bug: a divergence that no config can choose, or that these tests skip."""
     assert DIVERGENCES.keys() == set(get_args(DivergenceKind)) == {kind for kind, _ in KINDS}
 
 
-def hellinger(of: Divergence, cells: Cells) -> tuple[torch.Tensor, torch.Tensor]:
+def hellinger(divergence: Divergence, cells: Cells) -> tuple[torch.Tensor, torch.Tensor]:
     common = (cells.t * cells.s).sqrt()
     return ((cells.t + cells.s) / 2 - common).sum(-1), (cells.s - common) / 2
 
 
 @pytest.mark.parametrize("loss", [same_vocab, p_kl])
 def test_one_that_kernels_do_not_know_is_left_to_pytorch(loss, monkeypatch):
-    """Bug: kernels that compute another divergence in its place."""
+    """Bug: kernels compute another divergence in its place."""
     (case,) = (case for case in cases.LOSSES if case.name == loss.__name__)
     batch = case.batch().to(torch.float32)
     arguments = case.arguments(batch)

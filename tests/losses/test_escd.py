@@ -19,7 +19,7 @@ from tests.reference import completions as reference
 
 STUDENT = [b"B", b"Br", b"ead", b"eads", b"e", b"a", b"d", b"s", b"r", b"ea", None, b"ds", b"re"]
 TEACHER = [b"Bread", b"Breads", b"Break", b"Br", b"e", b"a", b"d", b"s", b"dre", b"eas", None, b"er", b"x", b"er"]
-"""Bread and Breads are a group, as are er and er; break cannot be completed after Br, nor anything after x."""
+"""Bread and Breads form a group, and so do er and er. Break cannot be completed after Br, and x has no completion."""
 LENGTH = 40
 
 
@@ -48,26 +48,26 @@ def logits() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("weight", "tau"), [(1.0, 1.0), (0.0, 1.0), (0.3, 2.0)])
 def test_value_is_that_of_strings_and_sets(weight: float, tau: float) -> None:
-    """Catches another root than the chunk's, the child of another token, a group that is not the component, its weight
-    renormalised, and completions that exceed or renormalise.
+    """Catches a root of another chunk, a child of another token, a group that is not the component, a renormalised
+    weight, and completions that exceed the token or are renormalised.
     """
     student, teacher = logits()
-    given_arguments = arguments()
-    found = escd(student, teacher, **given_arguments, completion_weight=weight, temperature=tau)
-    ids = given_arguments["student_ids"][0].tolist()
+    inputs = arguments()
+    out = escd(student, teacher, **inputs, completion_weight=weight, temperature=tau)
+    ids = inputs["student_ids"][0].tolist()
     of_reference = (STUDENT, TEACHER, weight, tau)
     expected = reference.escd(student[0].tolist(), teacher[0].tolist(), ids, *of_reference)
     without = reference.escd(student[0].tolist(), teacher[0].tolist(), ids, STUDENT, TEACHER, 0.0, tau)
-    assert found.loss.item() == pytest.approx(expected / (LENGTH - 1), rel=1e-10)
+    assert out.loss.item() == pytest.approx(expected / (LENGTH - 1), rel=1e-10)
     assert (expected > without + 1) == (weight > 0)
 
 
 def test_gradient() -> None:
-    """Catches a gradient that misses the softmax of the child or counts a token for one set only."""
+    """Catches a gradient that misses the softmax of the child or counts a token for only one set."""
     student, teacher = (side[:, :12] for side in logits())
-    of_texts = {name: value[:, :12] if isinstance(value, Tensor) else value for name, value in arguments().items()}
+    inputs = {name: value[:, :12] if isinstance(value, Tensor) else value for name, value in arguments().items()}
     student.requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: escd(z, teacher, **of_texts, chunk_size=5).loss, student)
+    assert torch.autograd.gradcheck(lambda z: escd(z, teacher, **inputs, chunk_size=5).loss, student)
 
 
 TEXTS = st.lists(st.text("ab", max_size=4).map(str.encode), min_size=1, max_size=12)
@@ -75,33 +75,33 @@ TEXTS = st.lists(st.text("ab", max_size=4).map(str.encode), min_size=1, max_size
 
 @given(TEXTS, TEXTS)
 def test_sets_are_those_of_a_search(student: list[bytes], teacher: list[bytes]) -> None:
-    """Catches bounds of a range of bytes, twins with equal bytes, and tokens without bytes."""
+    """Catches wrong bounds of a range of bytes, tokens with equal bytes, and tokens without bytes."""
     empty = np.full((len(student), 1), -1)
     matrix = ProjectionMatrix(
         empty, np.zeros(empty.shape), teacher_vocab_size=len(teacher), **bytes_of(student, teacher)
     )
     sets = CompletionSets.of(matrix, len(student), len(teacher), torch.device("cpu"))
     for token, begun in enumerate(student):
-        found = set()
+        computed = set()
         for pair in range(int(sets.first_pair[token]), int(sets.first_pair[token] + sets.num_pairs[token])):
             runs = (
                 (sets.teacher_tokens, sets.member_begin[pair], sets.num_members[pair]),
                 (sets.student_tokens, sets.completion_begin[pair], sets.num_completions[pair]),
             )
-            found.add(tuple(frozenset(tokens[begin : begin + number].tolist()) for tokens, begin, number in runs))
+            computed.add(tuple(frozenset(tokens[begin : begin + number].tolist()) for tokens, begin, number in runs))
         expected = set()
         for group in reference.components(sorted({t for t in teacher if t and t not in student})):
             shortest = min(group, key=len)
-            rest = shortest[len(begun) :]
-            if begun and shortest.startswith(begun) and rest:
+            ending = shortest[len(begun) :]
+            if begun and shortest.startswith(begun) and ending:
                 members = frozenset(i for i, t in enumerate(teacher) if t in group)
-                completing = frozenset(i for i, t in enumerate(student) if t.startswith(rest))
+                completing = frozenset(i for i, t in enumerate(student) if t.startswith(ending))
                 expected |= {(members, completing)} if completing else set()
-        assert found == expected
+        assert computed == expected
 
 
 def test_the_teacher_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches completions that cost another product with the teacher's head."""
+    """Catches completions that need a second product with the teacher's head."""
     rows_read: list[tuple[int, int]] = []
     read = HeadLogits.read
 
@@ -117,7 +117,7 @@ def test_the_teacher_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_losses_are_recorded_at_their_chunk() -> None:
-    """Catches a child's loss at another chunk's token, or beyond the last token of the batch."""
+    """Catches a child's loss at the token of another chunk, or beyond the last token of the batch."""
     student, teacher = logits()
     plan = escd.plan(student, teacher, **arguments())
     recorder = UnitLossRecorder.of(plan)
@@ -127,16 +127,18 @@ def test_losses_are_recorded_at_their_chunk() -> None:
 
 
 def test_root_is_byte_prefix() -> None:
-    """The first term is byte_prefix by longest prefix, if no chunk has one student and several teacher tokens."""
+    """Without chunks of one student and several teacher tokens, the first term is byte_prefix with
+    pieces=longest_prefix.
+    """
     student, teacher = logits()
     with_order = {"teacher_byte_order": np.stack([np.arange(14), np.arange(14), np.arange(14) + 1], 1)}
     changed = {name: getattr(projection(), name) for name in ("byte_prefix", "student_bytes", "student_byte_ends")}
     changed |= {name: getattr(projection(), name) for name in ("teacher_bytes", "teacher_byte_ends")}
     empty = np.full((len(STUDENT), 1), -1)
     matrix = ProjectionMatrix(empty, np.zeros(empty.shape), teacher_vocab_size=14, **changed, **with_order)
-    of_texts = arguments() | {"projection": matrix}
+    inputs = arguments() | {"projection": matrix}
     values = [
-        escd(student, teacher, **of_texts, completion_weight=0).loss,
-        byte_prefix(student, teacher, **of_texts, pieces="longest_prefix").loss,
+        escd(student, teacher, **inputs, completion_weight=0).loss,
+        byte_prefix(student, teacher, **inputs, pieces="longest_prefix").loss,
     ]
     torch.testing.assert_close(*values)

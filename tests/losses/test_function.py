@@ -1,4 +1,4 @@
-"""A user's own formula is cut, weighted and divided as every loss."""
+"""A user's formula is cut, weighted and divided like every loss."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def squares(student: Tensor, teacher: Tensor, *, student_ids: Tensor, power: float = 2.0) -> Tensor:
-    """Of the difference at the token that comes next."""
+    """A power of the difference at the next token."""
     difference = student.gather(1, student_ids[:, None]) - teacher.gather(1, student_ids[:, None])
     return difference.squeeze(1).abs() ** power
 
@@ -43,7 +43,7 @@ NO_FUNCTION = 3
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 4])
 def test_tokens(chunk_size: int | None) -> None:
-    """Against a loop. Bugs: the token before, a dropped mask or weight, another divisor."""
+    """Bugs: the token before, a dropped mask or weight, another divisor."""
     student = torch.randn(B, S, V, generator=generator(0), dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(B, S, V, generator=generator(1), dtype=torch.float64)
     ids = torch.randint(V, (B, S), generator=generator(2))
@@ -72,6 +72,7 @@ def test_tokens(chunk_size: int | None) -> None:
 
 
 def test_chunks() -> None:
+    """Bugs: logits of another chunk, ids of the other side, another divisor."""
     student_chunk_id, teacher_chunk_id = random_chunk_ids(np.random.default_rng(5), B, S, T)
     student = torch.randn(B, S, V, generator=generator(0), dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(B, T, W, generator=generator(1), dtype=torch.float64)
@@ -107,11 +108,13 @@ def test_chunks() -> None:
     ],
 )
 def test_a_function_that_cannot_be_called_is_told_before_the_run(function: str, arguments: dict, message: str) -> None:
+    """Bug: the error appears in the first step, after the models are loaded."""
     with pytest.raises(ConfigError, match=rf"^loss.function={function}: .*{message}"):
         build(FunctionTerm(function=function, arguments=arguments), student_vocab_size=V, teacher_vocab_size=V)
 
 
 def test_what_is_no_loss_of_each_row_is_refused() -> None:
+    """Bug: a scalar is broadcast over the rows, or fails inside of the library."""
     logits = torch.randn(B, S, V)
     mask = torch.ones(B, S, dtype=torch.bool)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Losses on a device against those of the CPU in fp64."""
+"""Losses on a device against the CPU in fp64."""
 
 from dataclasses import replace
 
@@ -16,22 +16,22 @@ COMPILED = {"same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shar
 
 
 def loss_and_gradient(name: str, device: str, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """In rows of 300 columns."""
+    """Compute them with 300 columns."""
     (case,) = (case for case in ALL_LOSSES if case.name == name)
     batch = one_tokenizer(positions=40, width=300).to(dtype)
-    there = replace(batch, **{moved: getattr(batch, moved).to(device) for moved in MOVED})
-    return case.value_and_gradient(there, divergence="jsd" if name == "same_vocab" else "forward_kl")
+    on_device = replace(batch, **{field: getattr(batch, field).to(device) for field in MOVED})
+    return case.value_and_gradient(on_device, divergence="jsd" if name == "same_vocab" else "forward_kl")
 
 
 def check(case: Case, *, is_compiled: bool) -> None:
-    """Compare fp32 on a GPU with fp64 on the CPU; errors are shares of the largest number, as of a sum of that size."""
+    """Compare fp32 on a GPU with fp64 on the CPU; errors are relative to the largest entry."""
     batch = case.batch(0, torch.float32)
-    there = replace(batch, **{name: getattr(batch, name).to("cuda") for name in MOVED})
+    on_device = replace(batch, **{name: getattr(batch, name).to("cuda") for name in MOVED})
     with compiling(is_compiled):
-        found = case.value_and_gradient(there)
+        results = case.value_and_gradient(on_device)
     with compiling(False):
         expected = case.value_and_gradient(case.batch(0, torch.float64))
-    for ours, reference in zip(found, expected, strict=True):
+    for ours, reference in zip(results, expected, strict=True):
         assert ours.device.type == "cuda"
         assert float((ours.cpu().double() - reference).abs().max() / reference.abs().max()) < 1e-4
 
@@ -46,6 +46,7 @@ def test_a_loss_on_a_gpu_is_that_of_the_cpu(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in ALL_LOSSES if case.name in COMPILED], ids=str)
 def test_a_compiled_loss_on_a_gpu_is_that_of_the_cpu(case: Case) -> None:
+    """Bug: a compiled function or a kernel with another value."""
     with kernels_working():
         check(case, is_compiled=True)
 
@@ -53,7 +54,7 @@ def test_a_compiled_loss_on_a_gpu_is_that_of_the_cpu(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["same_vocab", "p_kl"])
 def test_cuda_equals_cpu_and_itself(name):
-    """Sums by atomics would differ from run to run."""
+    """Bug: sums by atomics, which differ from run to run."""
     first, second = (loss_and_gradient(name, "cuda") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     on_cpu = loss_and_gradient(name, "cpu")
@@ -63,6 +64,7 @@ def test_cuda_equals_cpu_and_itself(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["same_vocab", "p_kl"])
 def test_kernels_equal_pytorch_and_themselves(name):
+    """Bug: a kernel with another value, or sums by atomics."""
     with kernels_working():
         first, second = (loss_and_gradient(name, "cuda", torch.float32) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -72,12 +74,12 @@ def test_kernels_equal_pytorch_and_themselves(name):
 
 @pytest.mark.gpu
 def test_peak_memory_is_one_gradient_and_one_chunk():
-    """Logits, teacher and gradient of 0.5 GB each would be joined by 2 GB for every fp32 softmax that is kept."""
+    """Logits, teacher and gradient have 0.5 GB each. Bug: an fp32 softmax that is kept adds 2 GB."""
     student, teacher = (torch.randn(4, 1024, 2**16, device="cuda").bfloat16() for _ in range(2))
     student.requires_grad_()
-    before = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     loss = same_vocab(student, teacher, mask=torch.ones(4, 1024, device="cuda"), divergence="jsd").loss
     assert loss.isfinite()
     logits_bytes = student.numel() * student.element_size()
-    assert torch.cuda.max_memory_allocated() - before <= logits_bytes + 2 * 256 * 2**20
+    assert torch.cuda.max_memory_allocated() - allocated <= logits_bytes + 2 * 256 * 2**20

@@ -29,7 +29,7 @@ FORMS = {
 
 
 def one_vocabulary() -> Batch:
-    """Two sequences with a chunk for each token, numbered as positions are."""
+    """Make two sequences with a chunk for each token, numbered like the positions."""
     ids = torch.stack([torch.arange(POSITIONS), torch.arange(POSITIONS).flip(0)]) % WIDTH
     chunks = torch.arange(POSITIONS).repeat(2, 1)
     sides = (random_logits(2, POSITIONS, WIDTH, seed) for seed in (0, 1))
@@ -39,8 +39,8 @@ def one_vocabulary() -> Batch:
 @pytest.mark.parametrize("has_gradient", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_mass_is_that_of_the_measured_rows(form: str, has_gradient: bool) -> None:
-    """Catches another chunk than one in sixteen, another row than the first of a chunk, a mass that depends on blocks
-    or microbatches, and a loss that the measurement changes.
+    """Catches other chunks than one in sixteen, a row other than the first of a chunk, a mass that depends on blocks or
+    microbatches, and a loss that the measurement changes.
     """
     loss, settings = FORMS[form]
     batch, measured, values = one_vocabulary(), [], []
@@ -61,7 +61,7 @@ def test_mass_is_that_of_the_measured_rows(form: str, has_gradient: bool) -> Non
 
 
 def test_mass_needs_no_product_with_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a metric that reads teacher rows which the loss has read."""
+    """Catches a metric that reads teacher rows a second time."""
     batch, rows_read = one_vocabulary(), []
     heads = [HeadLogits(side, Head(torch.eye(WIDTH, dtype=side.dtype))) for side in (batch.student, batch.teacher)]
     heads[0].leaves[0].requires_grad_()
@@ -85,7 +85,7 @@ def test_mass_needs_no_product_with_the_head(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_measured_is_an_empty_mean(form: str) -> None:
-    """Catches a division by zero, or indices that are no integers, in a microbatch without a measured chunk."""
+    """Catches a division by zero, or float indices, in a microbatch without a measured chunk."""
     batch = one_vocabulary().cut(5).without_chunks()
     loss, settings = FORMS[form]
     plan = loss.plan(batch.student, batch.teacher, projection=batch.projection, **batch.of_chunks, **settings)

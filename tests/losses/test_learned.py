@@ -1,4 +1,4 @@
-"""p_kl and h_kl with a projection that is learned (methods.md §2.8)."""
+"""p_kl and h_kl with a learned projection (methods.md §2.8)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,12 +45,12 @@ def run(
 ) -> Tensor:
     ids = [torch.zeros_like(side) for side in CHUNKS]
     chunks = {"student_chunk_id": CHUNKS[0], "teacher_chunk_id": CHUNKS[1]}
-    of_texts = {"student_ids": ids[0], "teacher_ids": ids[1], **chunks}
-    return loss(student, teacher, projection=projection, **of_texts, **options).loss
+    arguments = {"student_ids": ids[0], "teacher_ids": ids[1], **chunks}
+    return loss(student, teacher, projection=projection, **arguments, **options).loss
 
 
 def dense(learned: LearnedProjection, delta: Tensor) -> Tensor:
-    """R made from Δ, of a row at a time."""
+    """Build R from Δ, row by row."""
     rows = []
     for s in range(V):
         r = np.flatnonzero(learned.rows == s)
@@ -62,45 +62,53 @@ def dense(learned: LearnedProjection, delta: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def of_projection(learned: LearnedProjection, delta: Tensor, student: Tensor, tau: float) -> Tensor:
+def dense_p_kl(learned: LearnedProjection, delta: Tensor, student: Tensor, tau: float) -> Tensor:
     """Compute p_kl by autograd through a dense R."""
     term, maps = plain_term(PKLTerm()), {"R": dense(learned, delta), "kept": []}
     sides = (((TEACHER[b, j] / tau).log_softmax(0), (student[b, i] / tau).log_softmax(0)) for b, i, j in UNITS)
     return tau**2 * sum(reference.p_kl(term, maps, *logs) for logs in sides) / len(UNITS)
 
 
-def of_pairs(learned: LearnedProjection, delta: Tensor, student: Tensor, tau: float) -> Tensor:
-    """Compute forward KL on pairs and rest, and the tails, by autograd through a dense R."""
-    term, total, ours, other = plain_term(HKLTerm()), torch.zeros(()), list(PAIRS), list(PAIRS.values())
-    shares = dense(learned, delta)[ours, other]
+def dense_h_kl(learned: LearnedProjection, delta: Tensor, student: Tensor, tau: float) -> Tensor:
+    """Compute forward KL on pairs and rest cell, and the tails, by autograd through a dense R."""
+    term, total, student_columns, teacher_columns = (
+        plain_term(HKLTerm()),
+        torch.zeros(()),
+        list(PAIRS),
+        list(PAIRS.values()),
+    )
+    shares = dense(learned, delta)[student_columns, teacher_columns]
     for b, i, j in UNITS:
         p, q = (student[b, i] / tau).softmax(-1), (TEACHER[b, j] / tau).softmax(-1)
-        cells = (torch.cat([mass, 1 - mass.sum(0, keepdim=True)]).log() for mass in (q[other], p[ours] * shares))
-        tails = reference.sorted_l1(reference.rest(q, other), reference.rest(p, ours), V + W)
+        cells = (
+            torch.cat([mass, 1 - mass.sum(0, keepdim=True)]).log()
+            for mass in (q[teacher_columns], p[student_columns] * shares)
+        )
+        tails = reference.sorted_l1(reference.rest(q, teacher_columns), reference.rest(p, student_columns), V + W)
         total = total + reference.divergence(term, *cells) + tails
     return tau**2 * total / len(UNITS)
 
 
 def test_the_matrix_has_what_the_tests_are_about() -> None:
-    """Learned rows in a pair and in none, on one side of a collision too, and pairs of one entry."""
+    """Bug: a matrix without learned rows in pairs and outside of them, or without pairs of one entry."""
     learned = set(LearnedProjection(MATRIX).rows.tolist())
     assert 2 <= len(learned & set(PAIRS)) < len(learned)
     assert len(PAIRS) > len(learned & set(PAIRS))
 
 
-@pytest.mark.parametrize(("loss", "of_dense"), [(p_kl, of_projection), (h_kl, of_pairs)])
+@pytest.mark.parametrize(("loss", "dense_loss"), [(p_kl, dense_p_kl), (h_kl, dense_h_kl)])
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"temperature": 1.7}])
 def test_gradients_equal_autograd_through_a_dense_r(
-    loss: Callable[..., Any], of_dense: Callable[..., Tensor], options: dict[str, Any]
+    loss: Callable[..., Any], dense_loss: Callable[..., Tensor], options: dict[str, Any]
 ) -> None:
-    """A row-softmax over more than the row's entries, a share of another row's entry, a rest that lacks what pairs do
-    not get, a block's gradient that is lost, τ² or the divisor left out.
+    """Bugs: a row-softmax over more than the row's entries, a share of another row's entry, a rest cell without the
+    mass that pairs do not get, a lost gradient of a block, a missing τ² or divisor.
     """
 
     def by_loss(learned: LearnedProjection, student: Tensor, **more: Any) -> Tensor:
         return run(loss, learned, student, **more)
 
-    check_against_dense(MATRIX, STUDENT, by_loss, of_dense, **options)
+    check_against_dense(MATRIX, STUDENT, by_loss, dense_loss, **options)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +131,12 @@ def test_gradients_equal_autograd_through_a_dense_r(
 def test_every_form_of_the_loss_has_the_gradient_of_its_values(
     loss: Callable[..., Any], options: dict[str, Any]
 ) -> None:
-    """A form that reads other weights than those that are learned, or the pairs without their shares."""
+    """Bug: a form that reads other weights than the learned ones, or the pairs without their shares."""
     check_gradient(MATRIX, lambda learned: run(loss, learned, **options))
 
 
 def test_at_the_start_it_is_the_matrix() -> None:
-    """A softmax that moves the rows before anything is learned; float32 rows sum to 1 within 1e-7."""
+    """Bug: a softmax that moves the rows before anything is learned. float32 rows sum to 1 within 1e-7."""
     learned = LearnedProjection(MATRIX)
     assert run(p_kl, learned).item() == pytest.approx(run(p_kl, MATRIX).item(), rel=1e-6)
     np.testing.assert_allclose(learned.matrix().weights, MATRIX.weights, atol=1e-7)
@@ -136,7 +144,7 @@ def test_at_the_start_it_is_the_matrix() -> None:
 
 
 def test_with_all_of_a_row_in_its_pair_it_is_the_matrix() -> None:
-    """Pairs other than those of the matrix that it began with; a rest that has what it should not have."""
+    """Bug: other pairs than the initial matrix has, or a rest cell with mass of a pair."""
     learned = LearnedProjection(MATRIX)
     heaviest = torch.from_numpy(MATRIX.weights[learned.rows].argmax(1))
     learned.delta.data[torch.arange(len(heaviest)), heaviest] = 100
@@ -144,20 +152,20 @@ def test_with_all_of_a_row_in_its_pair_it_is_the_matrix() -> None:
 
 
 def test_what_is_learned_is_a_matrix_with_the_same_entries_and_the_same_loss() -> None:
-    """Rows of one entry that change, weights that do not sum to 1, an export of another R."""
+    """Bugs: rows of one entry that change, weights that do not sum to 1, an export of another R."""
     learned = moved_projection(MATRIX)
     matrix = learned.matrix()
     assert run(p_kl, matrix).item() == pytest.approx(run(p_kl, learned).item(), rel=1e-6)
     np.testing.assert_array_equal(matrix.indices, MATRIX.indices)
-    others = np.setdiff1d(np.arange(V), learned.rows)
-    np.testing.assert_array_equal(matrix.weights[others], MATRIX.weights[others])
+    fixed_rows = np.setdiff1d(np.arange(V), learned.rows)
+    np.testing.assert_array_equal(matrix.weights[fixed_rows], MATRIX.weights[fixed_rows])
     changed = np.abs(matrix.weights - MATRIX.weights)[learned.rows].sum(1) / 2
     np.testing.assert_allclose(learned.moved(), changed, atol=1e-6)
     assert (changed > 1e-3).all()
 
 
 def test_tokens_of_no_pair_get_no_gradient() -> None:
-    """A share that is read by a pair's place among the rows, or by the row's among the pairs."""
+    """Bug: a share read at the pair's index among the rows, or the row's index among the pairs."""
     learned = moved_projection(MATRIX)
     run(h_kl, learned).backward()
     has_gradient = learned.delta.grad.abs().amax(1) > 0
@@ -165,21 +173,25 @@ def test_tokens_of_no_pair_get_no_gradient() -> None:
 
 
 def test_where_all_tokens_are_paired_the_rest_is_what_they_do_not_give() -> None:
-    """A rest cell that is left out, as it is without learned weights: 0.7 p of the one row, against q of no pair."""
+    """Bug: the rest cell is dropped, as without learned weights: 0.3 p of the first row against q of the unpaired
+    token.
+    """
     rows = np.array([[0, 2], [1, -1]])
     weights = np.array([[0.7, 0.3], [1, 0]], dtype=np.float32)
     matrix = ProjectionMatrix(rows, weights, teacher_vocab_size=3)
     student, teacher = STUDENT[:, :, :2], TEACHER[:, :, :3]
-    found = run(h_kl, LearnedProjection(matrix), student, teacher, uncommon_weight=0.0)
+    loss = run(h_kl, LearnedProjection(matrix), student, teacher, uncommon_weight=0.0)
     p, q = student.softmax(-1), teacher.softmax(-1)
-    own = [torch.stack([0.7 * p[b, i, 0], p[b, i, 1], 0.3 * p[b, i, 0]]) for b, i, _ in UNITS]
-    expected = sum((q[b, j] * (q[b, j] / cells).log()).sum() for cells, (b, _, j) in zip(own, UNITS, strict=True))
-    assert found.item() == pytest.approx(expected.item() / len(UNITS), rel=1e-6)
+    student_cells = [torch.stack([0.7 * p[b, i, 0], p[b, i, 1], 0.3 * p[b, i, 0]]) for b, i, _ in UNITS]
+    expected = sum(
+        (q[b, j] * (q[b, j] / cells).log()).sum() for cells, (b, _, j) in zip(student_cells, UNITS, strict=True)
+    )
+    assert loss.item() == pytest.approx(expected.item() / len(UNITS), rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", [p_kl, h_kl])
 def test_within_smaller_vocabularies_the_right_entries_are_learned(loss: Callable[..., Any]) -> None:
-    """A place in Δ that is counted among the entries that are left, or pairs of the whole vocabularies."""
+    """Bug: an index into Δ counted among the remaining entries, or pairs of the full vocabularies."""
     cut = {"student_vocab_size": V - 3, "teacher_vocab_size": W - 2}
     learned = moved_projection(MATRIX)
     run(loss, learned)
@@ -193,12 +205,14 @@ def test_within_smaller_vocabularies_the_right_entries_are_learned(loss: Callabl
 
 
 def test_without_a_gradient_of_the_student_it_is_learned_all_the_same() -> None:
+    """Bug: no gradient for Δ if the student's logits need none."""
     learned = moved_projection(MATRIX)
     run(p_kl, learned, STUDENT.clone()).backward()
     assert learned.delta.grad.abs().max() > 0.01
 
 
 def test_what_has_nothing_to_learn_is_refused() -> None:
+    """Bug: a run that trains a projection without a gradient."""
     with pytest.raises(ProjectionError, match="no row of the projection has several entries"):
         LearnedProjection(identity(V))
     exact = np.array([True, False])

@@ -1,4 +1,4 @@
-"""What a loss keeps for backward: the gradient and nothing else of that size (methods.md §8.1)."""
+"""Memory that a loss keeps for backward: the gradient and nothing else of that size (methods.md §8.1)."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ IDS = torch.zeros(B, S, dtype=torch.long)
 
 
 def bytes_saved(loss_of_logits) -> float:
-    """All that is packed during the call, as a multiple of the bf16 logits."""
+    """Return all bytes saved for backward, as a multiple of the bf16 logits."""
     student = torch.randn(B, S, V, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     teacher = torch.randn(B, S, V, generator=torch.Generator().manual_seed(1)).bfloat16()
     packed: list[int] = []
@@ -34,11 +34,11 @@ def test_cross_entropy():
 
 @pytest.mark.parametrize("support", ["teacher_topk", "student_topk", "union"])
 def test_the_parity_form(support):
-    """A support chosen outside the chunks, or its gathered cells kept, would show as more than the bf16 logits."""
+    """Bug: a support chosen outside of the blocks, or its gathered cells kept."""
     options = {"support": support, "top_k": 50, "normalization": "full", "chunk_size": 16}
     assert bytes_saved(lambda *logits: same_vocab(*logits, mask=MASK, **options).loss) <= 1.1
 
 
 def test_the_measure_sees_a_loss_that_keeps_more():
-    """A plain fp32 KL keeps at least its own log-softmax, twice the bytes of the logits."""
+    """Bug: hooks that see nothing. A plain fp32 KL keeps its log-softmax, twice the bytes of the logits."""
     assert bytes_saved(lambda student, teacher: student.float().log_softmax(-1).exp().sum() + student.sum() * 0) >= 2

@@ -1,4 +1,4 @@
-"""Losses of a teacher that reads the response behind another prompt, against those of the response cut out."""
+"""Losses of a teacher with another prompt before the response, against losses of the response alone."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from nemo_opd.types import MovedRows, SampledRows, TeacherRows, TokenRows
 
 WIDTH, VOCAB = 12, 11
 STARTS, STOPS, BY = (4, 2, 5), (12, 9, 10), (5, 0, -3)
-"""Of each response: first token and end in the student's sequence, and its place in the teacher's less that."""
+"""For each response: its start and end in the student's sequence, and the teacher's offset."""
 TERMS: dict[str, LossTerm] = {
     "forward_kl": SameVocabTerm(),
     "jsd": SameVocabTerm(divergence="jsd", beta=0.3, temperature=1.5),
@@ -30,7 +30,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def difference(student: Tensor, teacher: Tensor, student_ids: Tensor) -> Tensor:
-    """A user's loss: of the logits of the token that comes next."""
+    """A user's loss: squared difference of the next token's logits."""
     return (student - teacher).gather(1, student_ids[:, None]).squeeze(1).square()
 
 
@@ -47,7 +47,7 @@ def sampled_rows(width: int) -> SampledRows:
 
 
 def teacher_rows(student: TokenRows) -> TeacherRows:
-    """The teacher's sequences have the responses where `BY` says; what stands before is of no interest to losses."""
+    """Make the teacher's sequences, with the responses moved by `BY`; losses do not read the tokens before them."""
     lengths = [stop + by for stop, by in zip(STOPS, BY, strict=True)]
     ids = torch.zeros(3, max(lengths), dtype=torch.long)
     mask = torch.zeros(3, max(lengths), dtype=torch.bool)
@@ -66,20 +66,20 @@ def packed(rows: TeacherRows, student: TokenRows, seed: int) -> tuple[Tensor, Pa
 
 
 def cut_out(values: Tensor, starts: list[int], width: int) -> Tensor:
-    """Return [3, width]: from the place before each response on, so that all begin at position 1."""
+    """Return [3, width], starting one position before each response, so all responses begin at position 1."""
     return torch.stack([values[b, start - 1 : start - 1 + width] for b, start in enumerate(starts)])
 
 
 @pytest.mark.parametrize("name", TERMS)
 def test_every_loss_is_that_of_the_responses(name: str) -> None:
-    """Bug: the teacher's logits of another position, of another sequence or of its prompt."""
-    student, of_batch = student_rows(), sampled_rows(WIDTH)
+    """Bug: the teacher's logits of another position, another sequence or its prompt."""
+    student, samples = student_rows(), sampled_rows(WIDTH)
     teacher, loss = teacher_rows(student), build(TERMS[name])
     logits, read = packed(teacher, student, seed=1)
-    own = drawn(3, WIDTH, VOCAB, seed=2).requires_grad_()
-    found = loss.plan(own, read, teacher.student_side(student), teacher, 7.0, sampled=of_batch).compute()
-    found.loss.backward()
-    gradient, own.grad = own.grad, None
+    student_logits = drawn(3, WIDTH, VOCAB, seed=2).requires_grad_()
+    out = loss.plan(student_logits, read, teacher.student_side(student), teacher, 7.0, sampled=samples).compute()
+    out.loss.backward()
+    gradient, student_logits.grad = student_logits.grad, None
 
     width = max(stop - start for start, stop in zip(STARTS, STOPS, strict=True)) + 1
     lengths = teacher.tokens.packed_lengths
@@ -87,50 +87,51 @@ def test_every_loss_is_that_of_the_responses(name: str) -> None:
     padded = torch.cat([theirs, torch.zeros(3, width, VOCAB)], 1)
     starts = list(STARTS)
     moved = [start + by for start, by in zip(STARTS, BY, strict=True)]
-    ours = torch.cat([own, torch.zeros(3, width, VOCAB)], 1)
+    ours = torch.cat([student_logits, torch.zeros(3, width, VOCAB)], 1)
 
     def wide(values: Tensor) -> Tensor:
         return cut_out(torch.cat([values, torch.zeros(3, width, dtype=values.dtype)], 1), starts, width)
 
     mask = wide(student.loss_mask)
     tokens = TokenRows(wide(student.ids), mask.sum(1) + 1, mask, wide(student.num_bytes))
-    cut = replace(of_batch, logprobs=wide(of_batch.logprobs), behaviour_logprobs=wide(of_batch.behaviour_logprobs))
+    cut = replace(samples, logprobs=wide(samples.logprobs), behaviour_logprobs=wide(samples.behaviour_logprobs))
     rows = (cut_out(ours, starts, width), cut_out(padded, moved, width))
     expected = loss.plan(*rows, tokens, TeacherRows(tokens, None), 7.0, sampled=cut).compute()
     expected.loss.backward()
 
-    assert loss.count(teacher.student_side(student), teacher, of_batch) == (
+    assert loss.count(teacher.student_side(student), teacher, samples) == (
         loss.count(tokens, TeacherRows(tokens, None), cut)
     )
-    assert found.loss.item() != 0
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(gradient, own.grad, rtol=1e-5, atol=1e-7)
+    assert out.loss.item() != 0
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gradient, student_logits.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_a_users_loss_gets_the_rows_of_the_responses() -> None:
+    """Bug: the user's function gets rows of the teacher's prompt."""
     student = student_rows()
     teacher = teacher_rows(student)
     logits, read = packed(teacher, student, seed=1)
-    own = drawn(3, WIDTH, VOCAB, seed=2)
+    student_logits = drawn(3, WIDTH, VOCAB, seed=2)
     loss = build(FunctionTerm(function="tests.losses.test_moved:difference"))
-    found = loss.plan(own, read, teacher.student_side(student), teacher, 1.0).compute().loss
+    value = loss.plan(student_logits, read, teacher.student_side(student), teacher, 1.0).compute().loss
 
     bounds = torch.tensor([0, *teacher.tokens.packed_lengths]).cumsum(0).tolist()
     total = torch.zeros(())
     for b, (start, stop, by) in enumerate(zip(STARTS, STOPS, BY, strict=True)):
         theirs = logits[0, bounds[b] + start + by - 1 : bounds[b] + stop + by - 1]
-        total += difference(own[b, start - 1 : stop - 1], theirs, student.ids[b, start:stop]).sum()
-    torch.testing.assert_close(found, total)
+        total += difference(student_logits[b, start - 1 : stop - 1], theirs, student.ids[b, start:stop]).sum()
+    torch.testing.assert_close(value, total)
 
 
 def test_logits_of_several_teachers_are_averaged_at_the_students_positions() -> None:
-    """One behind a prompt of its own, one that reads the student's."""
+    """One teacher has its own prompt, one the student's. Bug: logits of different tokens are averaged."""
     student = student_rows()
     teacher = teacher_rows(student)
     logits, moved = packed(teacher, student, seed=1)
-    other = drawn(3, WIDTH, VOCAB, seed=4)
-    mean = AveragedLogits([moved, other], [1.0, 3.0])
+    second_logits = drawn(3, WIDTH, VOCAB, seed=4)
+    mean = AveragedLogits([moved, second_logits], [1.0, 3.0])
     row = 1 * WIDTH + 5
     place = teacher.tokens.packed_lengths[0] + 5 + BY[1]
-    expected = 0.25 * logits[0, place] + 0.75 * other[1, 5]
+    expected = 0.25 * logits[0, place] + 0.75 * second_logits[1, 5]
     torch.testing.assert_close(mean.read(torch.tensor([row]), VOCAB)[0], expected)

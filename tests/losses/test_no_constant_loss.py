@@ -1,4 +1,4 @@
-"""Settings that validation accepts have a gradient between two unequal models."""
+"""Settings that validation accepts have a gradient between two different models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUMBERS: dict[str, tuple[float | None, ...]] = {
     "importance_cap": (None, 0.5),
     "importance_veto": (None, 0.5),
 }
-"""Values of settings that are numbers."""
+"""Values of numeric settings."""
 DIVERGENCES = [
     *({"divergence": kind} for kind in ("forward_kl", "reverse_kl", "tvd")),
     *({"divergence": "jsd", "beta": beta} for beta in (0.0, 0.5, 1.0)),
@@ -49,7 +49,7 @@ TERMS = [term for term in choices(LossTerm) if term is not FunctionTerm]
 
 
 def values(name: str, annotation: Any) -> tuple[Any, ...]:
-    """All values of a choice, some of a number."""
+    """Return all values of a choice, or some of a number."""
     if name in NUMBERS:
         return NUMBERS[name]
     branches = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
@@ -57,27 +57,29 @@ def values(name: str, annotation: Any) -> tuple[Any, ...]:
 
 
 def accepted(term: Any) -> Iterator[Any]:
-    """Terms with each combination of settings that validation accepts, each with one of the divergences."""
+    """Yield a term for each combination of settings that validation accepts, with a random divergence."""
     pick = random.Random(0)
-    of_divergence = {"divergence", "beta", "mixed_weight"} & term.model_fields.keys()
-    fields = {name: field for name, field in term.model_fields.items() if name != "type" and name not in of_divergence}
-    every = [values(name, field.annotation) for name, field in fields.items()]
-    for drawn in product(*every):
+    divergence_fields = {"divergence", "beta", "mixed_weight"} & term.model_fields.keys()
+    fields = {
+        name: field for name, field in term.model_fields.items() if name != "type" and name not in divergence_fields
+    }
+    choices_of_fields = [values(name, field.annotation) for name, field in fields.items()]
+    for drawn in product(*choices_of_fields):
         settings = dict(zip(fields, drawn, strict=True))
         with contextlib.suppress(ValidationError):
-            yield term(**settings, **(pick.choice(DIVERGENCES) if of_divergence else {}))
+            yield term(**settings, **(pick.choice(DIVERGENCES) if divergence_fields else {}))
 
 
 @pytest.mark.parametrize("across_tokenizers", [False, True])
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: term.model_fields["type"].default)
 def test_every_accepted_setting_has_a_gradient(term: Any, across_tokenizers: bool) -> None:
-    """Catches settings with which a loss is constant, so that a run trains nothing and says nothing."""
+    """Catches settings that make a loss constant, so a run trains nothing and does not say so."""
     kind = term.model_fields["type"].default
     loss = (ACROSS_TOKENIZERS if across_tokenizers else LOSSES)[kind].loss
     if across_tokenizers and loss is LOSSES[kind].loss:
         pytest.skip("it has one form for both kinds of teachers")
     case = next(case for case in cases.LOSSES if case.loss is loss)
-    # At 1.0 no softmax is so sharp that its gradient is lost; all kinds of chunks are in the batch.
+    # At scale 1.0 no softmax is so sharp that its gradient is lost. The batch has all kinds of chunks.
     batch, constant, num_accepted = case.batch(scale=1.0), [], 0
     student = batch.student.requires_grad_()
     for settings in accepted(term):
@@ -104,7 +106,7 @@ CONSTANT: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "settings", "key"), CONSTANT)
 def test_a_constant_loss_is_refused_in_yaml_and_in_python(name: str, settings: dict[str, Any], key: str) -> None:
-    """Catches a constant loss that one of the two accepts, or a message without the key and the way out."""
+    """Catches a constant loss that YAML or Python accepts, or a message without the key and the remedy."""
     term = next(term for term in TERMS if term.model_fields["type"].default == name)
     with pytest.raises(ValidationError, match=rf"{key}.*(\n.*)?constant; raise"):
         term(**settings)

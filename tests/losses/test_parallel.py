@@ -1,7 +1,7 @@
-"""Every loss together with cross-entropy, a second teacher and a reading, on three ranks whose blocks are uneven.
+"""Every loss with cross-entropy, a second teacher and a metric, on three ranks with uneven blocks.
 
-Units of several student tokens lie across each other, so that no cut suits all terms by itself; a budget of few rows
-makes many blocks, some with no unit of a term, and others with more steps than those of the other ranks.
+Units with several student tokens overlap, so no cut suits all terms. A budget of few rows makes many blocks; some have
+no unit of a term, and ranks have different numbers of steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,14 +35,14 @@ pytestmark = pytest.mark.world
 
 RANKS, TEXTS, LENGTH, WIDTH, HIDDEN = 3, 2, 23, 8, 4
 ROWS, SIZES = WIDTH + 3, {"student_vocab_size": WIDTH, "teacher_vocab_size": WIDTH}
-"""Of a head, whose last rows are not tokens; they are all that the last rank has."""
+"""Rows of a head. The last ones are not tokens, and the last rank has only these."""
 BUDGET, SMALL_BUDGET, UNCUT = 40 * WIDTH * 8, 2 * WIDTH * 8, 2**30
 KINDS = ("heads of both sides", "logits", "context")
 INTERLEAVED = ("heads", *KINDS)
 MORE_KINDS = ("heads", "logits of both sides", "averaged heads of both sides")
 LOGPROBS = torch.full((TEXTS, LENGTH), -2.0)
 WEIGHED = {"importance_level": "sequence", "importance_cap": 1.5, "importance_veto": 1e-9}
-"""By weights of sequences, which take a reading of their own before the loss."""
+"""With weights of sequences, which read the logits once more before the loss."""
 CASES = [
     *ALL_LOSSES,
     Case("p_kl-nemo_rl", p_kl, {"compat": "nemo_rl", "vocab_topk": 5}),
@@ -64,26 +64,31 @@ RUNS = [
 
 
 def chunks(longest: int, seed: int) -> Tensor:
-    """[TEXTS, LENGTH]: of 1 to `longest` tokens."""
+    """[TEXTS, LENGTH]: chunks of 1 to `longest` tokens."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (TEXTS, LENGTH), generator=generator)
-    return torch.stack([torch.arange(LENGTH).repeat_interleave(own)[:LENGTH] for own in lengths])
+    return torch.stack([torch.arange(LENGTH).repeat_interleave(chunk_lengths)[:LENGTH] for chunk_lengths in lengths])
 
 
 IDS = torch.randint(0, WIDTH, (TEXTS, LENGTH), generator=torch.Generator().manual_seed(0))
 MASK = torch.rand(TEXTS, LENGTH, generator=torch.Generator().manual_seed(1)) < torch.linspace(1.2, 0, LENGTH)
 HIDDENS = [random_logits(TEXTS, LENGTH, HIDDEN, seed, 1.0) for seed in range(3)]
-"""Of the student and two teachers."""
+"""Hidden states of the student and two teachers."""
 WEIGHTS = [random_logits(1, ROWS, HIDDEN, seed, 1.5)[0] for seed in range(3, 6)]
 
 
 def plans(case: Case, student: TrainableRows, teachers: Sequence[LogitRows]) -> list[PlannedLoss]:
-    own, other = chunks(3, 2), chunks(5, 3)
-    batch = Batch(torch.empty(0), torch.empty(0), IDS, IDS, own, own, identity(WIDTH))
+    chunk_ids, alm_chunk_ids = chunks(3, 2), chunks(5, 3)
+    batch = Batch(torch.empty(0), torch.empty(0), IDS, IDS, chunk_ids, chunk_ids, identity(WIDTH))
     arguments = case.arguments(batch)
     if "mask" in arguments:
         arguments["mask"] = MASK
-    sides = {"student_ids": IDS, "teacher_ids": IDS, "student_chunk_id": other, "teacher_chunk_id": other}
+    sides = {
+        "student_ids": IDS,
+        "teacher_ids": IDS,
+        "student_chunk_id": alm_chunk_ids,
+        "teacher_chunk_id": alm_chunk_ids,
+    }
     everywhere = torch.ones_like(IDS)
     return [
         cross_entropy.plan(student, IDS, mask=everywhere, vocab_size=WIDTH),
@@ -94,7 +99,7 @@ def plans(case: Case, student: TrainableRows, teachers: Sequence[LogitRows]) -> 
 
 
 def interleaved(student: TrainableRows, teachers: Sequence[LogitRows]) -> list[PlannedLoss]:
-    """Pairs of tokens, of two teachers one token apart, so that no row ends a pair of both."""
+    """Plan pairs of tokens for two teachers, shifted by one token, so no row ends a pair of both."""
     planned = []
     for first, teacher in enumerate(teachers):
         ids = ((torch.arange(LENGTH) + first) // 2).expand(TEXTS, LENGTH)
@@ -104,12 +109,12 @@ def interleaved(student: TrainableRows, teachers: Sequence[LogitRows]) -> list[P
 
 
 Plan = Callable[[TrainableRows, Sequence[LogitRows]], list[PlannedLoss]]
-Made = tuple[TrainableRows, list[LogitRows], list[Tensor]]
-"""Student, teachers, and the leaves of the student."""
+Sources = tuple[TrainableRows, list[LogitRows], list[Tensor]]
+"""Student, teachers, and the student's leaves."""
 
 
-def made(kind: str, shard: slice, lay_out: Callable[[TensorLogits | HeadLogits], TrainableRows]) -> Made:
-    """With these columns of each vocabulary, laid out over ranks."""
+def build_sources(kind: str, shard: slice, lay_out: Callable[[TensorLogits | HeadLogits], TrainableRows]) -> Sources:
+    """Make them with these columns of each vocabulary, laid out over ranks."""
     weights = [weight[shard].clone() for weight in WEIGHTS]
     leaf = weights[0].requires_grad_()
     if "logits" in kind:
@@ -121,45 +126,47 @@ def made(kind: str, shard: slice, lay_out: Callable[[TensorLogits | HeadLogits],
     else:
         hiddens = [HIDDENS[0].clone().requires_grad_(), *HIDDENS[1:]]
         local = [HeadLogits(hidden, Head(weight)) for hidden, weight in zip(hiddens, weights, strict=True)]
-    whole = [HeadLogits(hidden, Head(weight)) for hidden, weight in zip(HIDDENS[1:], WEIGHTS[1:], strict=True)]
-    teachers: list[LogitRows] = [lay_out(each) for each in local[1:]] if "both" in kind else list(whole)
+    replicated = [HeadLogits(hidden, Head(weight)) for hidden, weight in zip(HIDDENS[1:], WEIGHTS[1:], strict=True)]
+    teachers: list[LogitRows] = [lay_out(source) for source in local[1:]] if "both" in kind else list(replicated)
     if "averaged" in kind:
-        teachers[0] = AveragedLogits([whole[1], teachers[0]], [0.3, 0.7])
+        teachers[0] = AveragedLogits([replicated[1], teachers[0]], [0.3, 0.7])
     return lay_out(local[0]), teachers, list(local[0].leaves) if "logits" in kind else [local[0].leaves[0], leaf]
 
 
 def largest_difference(plan: Plan, kind: str, rank: int, budget: int = BUDGET) -> float:
-    """Of loss, gradients and metrics to those of one rank alone, relative to the largest entry."""
+    """Compare loss, gradients and metrics with a single rank's, relative to the largest entry."""
     group = dist.group.WORLD
     assert group is not None
     cuts = [0, 5, WIDTH, ROWS]
     shard = slice(0, ROWS) if kind == "context" else slice(cuts[rank], cuts[rank + 1])
-    student, teachers, leaves = made(
+    student, teachers, leaves = build_sources(
         kind,
         shard,
         lambda local: ContextParallelLogits(local, group) if kind == "context" else vocab_parallel(local, group),
     )
     blocks.CPU_BLOCK_BYTES, blocks.CPU_PRODUCT_ROWS = budget, 1
     out = compute_together(plan(student, teachers))
-    found = list(torch.autograd.grad(out.loss, leaves))
+    gradients = list(torch.autograd.grad(out.loss, leaves))
     if kind == "context":
-        for gradient in found:
+        for gradient in gradients:
             dist.all_reduce(gradient)
-    student, teachers, leaves = made(kind, slice(0, ROWS), lambda local: local)
+    student, teachers, leaves = build_sources(kind, slice(0, ROWS), lambda local: local)
     blocks.CPU_BLOCK_BYTES = UNCUT
     alone = compute_together(plan(student, teachers))
-    wanted = list(torch.autograd.grad(alone.loss, leaves))
-    wanted = [wanted[0][..., shard]] if "logits" in kind else [wanted[0], wanted[1][shard]]
-    values = [torch.tensor([metric.value() for metric in each.metrics.values()]) for each in (out, alone)]
-    return max(map(largest_error, [out.loss.detach(), values[0], *found], [alone.loss.detach(), values[1], *wanted]))
+    expected = list(torch.autograd.grad(alone.loss, leaves))
+    expected = [expected[0][..., shard]] if "logits" in kind else [expected[0], expected[1][shard]]
+    values = [torch.tensor([metric.value() for metric in output.metrics.values()]) for output in (out, alone)]
+    return max(
+        map(largest_error, [out.loss.detach(), values[0], *gradients], [alone.loss.detach(), values[1], *expected])
+    )
 
 
-def largest_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)) if wanted.numel() else 0.0
+def largest_error(computed: Tensor, expected: Tensor) -> float:
+    return float((computed - expected).abs().max() / expected.abs().max().clamp(min=1e-30)) if expected.numel() else 0.0
 
 
 def without_chunks(case: Case) -> Case:
-    """The same of no unit, beside terms that have some."""
+    """Return the case with a batch that has no units for it."""
     loss = case.loss
 
     class Nothing:
@@ -190,16 +197,19 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize(("case", "kind"), RUNS, ids=str)
 def test_losses_taken_together_are_those_of_one_rank(errors: list[dict[str, float]], case: Case, kind: str) -> None:
-    """In float64, sums in another order. Bugs: a gradient lost where blocks of two ranks have a row in common; ranks
-    that read a teacher together, one of them more often."""
-    for of_rank in errors:
-        assert of_rank[f"{case}/{kind}"] < 1e-11
+    """float64; only the order of sums differs. Bugs: a gradient lost if blocks of two ranks share a row; ranks that
+    read a sharded teacher different numbers of times.
+    """
+    for rank_errors in errors:
+        assert rank_errors[f"{case}/{kind}"] < 1e-11
 
 
 @pytest.mark.parametrize("kind", INTERLEAVED)
 def test_units_that_lie_across_each_other_all_along_are_those_of_one_rank(
     errors: list[dict[str, float]], kind: str
 ) -> None:
-    """Blocks have rows in common, also those that ranks compute at once. Bug: a gradient put where there was one."""
-    for of_rank in errors:
-        assert of_rank[f"interleaved/{kind}"] < 1e-11
+    """Blocks share rows, also blocks that ranks compute at the same time. Bug: a gradient overwritten by the next
+    block.
+    """
+    for rank_errors in errors:
+        assert rank_errors[f"interleaved/{kind}"] < 1e-11

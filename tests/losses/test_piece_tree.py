@@ -17,7 +17,7 @@ V = 4
 
 
 def random_pieces(seed: int) -> list[tuple[int, ...]]:
-    """Several tokens of the same pieces, tokens without any, and pieces that begin others."""
+    """Make tokens with equal pieces, tokens without any, and pieces that begin other tokens."""
     draw = np.random.default_rng(seed)
     return [tuple(draw.integers(V, size=draw.integers(0, 5)).tolist()) for _ in range(60)]
 
@@ -25,7 +25,7 @@ def random_pieces(seed: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sizes", [(V, 60), (V - 1, 47)])
 def test_runs_of_every_node_equal_the_lists(seed: int, sizes: tuple[int, int]) -> None:
-    """Catches tokens of one node under another, an end taken for a piece, and tokens beyond a vocabulary."""
+    """Catches tokens of one node under another, an end read as a piece, and tokens beyond a vocabulary."""
     spellings = random_pieces(seed)
     texts = [bytes(spelling) for spelling in spellings]
     projection = spelled_matrix([], V, texts, spellings, [bytes([v]) for v in range(V)])
@@ -55,7 +55,7 @@ def test_runs_of_every_node_equal_the_lists(seed: int, sizes: tuple[int, int]) -
 
 @pytest.mark.parametrize("seed", range(5))
 def test_ranges_equal_the_loop(seed: int) -> None:
-    """Equal bytes under several ids, tokens without bytes, prefixes of prefixes."""
+    """Bugs with equal bytes under several ids, tokens without bytes, and prefixes of prefixes."""
     rng = np.random.default_rng(seed)
     strings = [b"".join(parts) for n in range(4) for parts in itertools.product([b"a", b"b", b"\xff"], repeat=n)]
     pieces = [None if i < 0 else strings[i] for i in rng.integers(-1, len(strings), size=60)]
@@ -66,13 +66,13 @@ def test_ranges_equal_the_loop(seed: int) -> None:
     order = ranges.place.argsort()
     assert torch.equal(order[ranges.place], torch.arange(size))
     for token, piece in enumerate(pieces):
-        found = set(order[ranges.begin[token] : ranges.end[token]].tolist())
-        begun = {t for t, other in enumerate(pieces) if piece and other and other.startswith(piece)}
-        assert found == begun | {token}
+        computed = set(order[ranges.begin[token] : ranges.end[token]].tolist())
+        begun = {t for t, text in enumerate(pieces) if piece and text and text.startswith(piece)}
+        assert computed == begun | {token}
 
 
 def test_the_longest_token_that_begins_a_text() -> None:
-    """Catches the rarer of two ids of the same bytes, such as a byte's, and a token that is longer than the text."""
+    """Catches the rarer of two ids with equal bytes, such as a byte token, and a token longer than the text."""
     tree = ByteTree.of([b"a", b"a", b"abc", b"", b"b"], [False, True, False, False, False])
     texts = torch.tensor(list(b"abcab"))
     begin, end = torch.tensor([0, 3, 1, 2]), torch.tensor([3, 5, 3, 3])
@@ -80,7 +80,7 @@ def test_the_longest_token_that_begins_a_text() -> None:
 
 
 def test_what_is_not_there_is_named() -> None:
-    """Catches a projection of before, whose user is not told how to add the pieces."""
+    """Catches an old projection without pieces whose user does not learn how to add them."""
     projection = ProjectionMatrix([[0]], [[1.0]])
     with pytest.raises(ProjectionError, match="add_byte_prefix or nemo-opd projection byte-prefix, or use projection"):
         PieceTree.of(projection, "spelling", 1, 1, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""GRPO's loss: the four cases of clipping, a loop, and how a batch is cut."""
+"""GRPO's loss: the cases of clipping, a loop, and how a batch is cut."""
 
 import math
 
@@ -26,12 +26,12 @@ from .test_memory import IDS, MASK, B, S, bytes_saved
     ],
 )
 def test_clipping(ratio, advantage, gain, slope):
-    """A token that has already moved as far as it may gets no gradient; one that has moved the wrong way does."""
+    """Bug: a gradient for a token that has moved far enough, or none for one that moved the wrong way."""
     log_ratio = torch.tensor([math.log(ratio)], dtype=torch.float64).requires_grad_()
-    found = Clip(0.2, 0.28, 3.0)(log_ratio, torch.tensor([advantage], dtype=torch.float64))
-    (gradient,) = torch.autograd.grad(found.loss.sum(), log_ratio)
-    assert (-found.loss.item(), -gradient.item()) == (pytest.approx(gain, rel=1e-14), pytest.approx(slope, rel=1e-14))
-    assert found.is_clipped.item() == (slope == 0)
+    result = Clip(0.2, 0.28, 3.0)(log_ratio, torch.tensor([advantage], dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(result.loss.sum(), log_ratio)
+    assert (-result.loss.item(), -gradient.item()) == (pytest.approx(gain, rel=1e-14), pytest.approx(slope, rel=1e-14))
+    assert result.is_clipped.item() == (slope == 0)
 
 
 def batch(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -45,27 +45,27 @@ def batch(seed: int = 0) -> dict[str, torch.Tensor]:
     return {"logits": logits, "ids": ids, "mask": mask, "logprobs": logprobs, "advantages": advantages}
 
 
-def run(given: dict[str, torch.Tensor], **options):
-    arguments = {name: value for name, value in given.items() if name != "logits"}
-    logits = given["logits"].detach().requires_grad_()
+def run(inputs: dict[str, torch.Tensor], **options):
+    arguments = {name: value for name, value in inputs.items() if name != "logits"}
+    logits = inputs["logits"].detach().requires_grad_()
     out = grpo(logits, **arguments, vocab_size=7, **options)
     return out, torch.autograd.grad(out.loss, logits)[0]
 
 
 def test_value_equals_the_loop():
-    """Bugs: the shift, a mean by sequence, padded columns in the softmax, log-probabilities of another token."""
-    given, total, ratios, clipped = batch(), 0.0, [], 0
+    """Bugs: the shift, a mean per sequence, padding columns in the softmax, log-probabilities of another token."""
+    inputs, total, ratios, clipped = batch(), 0.0, [], 0
     for b in range(3):
         for i in range(1, 5):
-            if given["mask"][b, i]:
-                row = given["logits"][b, i - 1, :7].tolist()
-                own = row[int(given["ids"][b, i])] - math.log(math.fsum(math.exp(z) for z in row))
-                ratio, advantage = math.exp(own - float(given["logprobs"][b, i])), float(given["advantages"][b])
+            if inputs["mask"][b, i]:
+                row = inputs["logits"][b, i - 1, :7].tolist()
+                log_p = row[int(inputs["ids"][b, i])] - math.log(math.fsum(math.exp(z) for z in row))
+                ratio, advantage = math.exp(log_p - float(inputs["logprobs"][b, i])), float(inputs["advantages"][b])
                 gain = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
                 total -= gain
                 clipped += gain != ratio * advantage
                 ratios.append(ratio)
-    out, _ = run(given, chunk_size=2)
+    out, _ = run(inputs, chunk_size=2)
     assert out.loss.item() == pytest.approx(total / 7, rel=1e-12)
     assert out.metrics["policy/loss"].value() == pytest.approx(total / 7, rel=1e-12)
     assert out.metrics["policy/ratio"].value() == pytest.approx(math.fsum(ratios) / 7, rel=1e-12)
@@ -74,45 +74,48 @@ def test_value_equals_the_loop():
 
 
 def test_at_the_model_that_sampled_it_is_the_plain_policy_gradient():
-    given = batch()
-    logits = given["logits"]
-    own = logits[:, :-1, :7].log_softmax(-1).gather(2, given["ids"][:, 1:, None]).squeeze(2)
-    given["logprobs"][:, 1:] = own
-    out, gradient = run(given)
+    """Bug: a ratio that is differentiated twice, or not at all."""
+    inputs = batch()
+    logits = inputs["logits"]
+    logprobs = logits[:, :-1, :7].log_softmax(-1).gather(2, inputs["ids"][:, 1:, None]).squeeze(2)
+    inputs["logprobs"][:, 1:] = logprobs
+    out, gradient = run(inputs)
     leaf = logits.detach().requires_grad_()
-    log_p = leaf[:, :-1, :7].log_softmax(-1).gather(2, given["ids"][:, 1:, None]).squeeze(2)
-    expected = -(log_p * given["advantages"][:, None] * given["mask"][:, 1:]).sum() / 7
+    log_p = leaf[:, :-1, :7].log_softmax(-1).gather(2, inputs["ids"][:, 1:, None]).squeeze(2)
+    expected = -(log_p * inputs["advantages"][:, None] * inputs["mask"][:, 1:]).sum() / 7
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, leaf)[0], rtol=1e-11, atol=1e-15)
     assert out.metrics["policy/clip_fraction"].value() == 0
 
 
 def test_from_hidden_states_and_with_far_off_engines():
-    """fp32 logits of ±150 and log-probabilities of an engine that has nothing to do with them: finite."""
-    given = batch()
+    """fp32 logits of ±150 and unrelated log-probabilities of the engine. Bug: an infinite ratio."""
+    inputs = batch()
     hidden, weight = random_logits(3, 5, 4, 5, 1.0), random_logits(1, 9, 4, 6, 1.0)[0]
-    arguments = {name: value for name, value in given.items() if name != "logits"}
+    arguments = {name: value for name, value in inputs.items() if name != "logits"}
     from_head, plain = (
         grpo(logits, **arguments, vocab_size=7).loss
         for logits in (HeadLogits(hidden, Head(weight)), hidden @ weight.t())
     )
     torch.testing.assert_close(from_head, plain, rtol=1e-12, atol=0)
-    given["logits"] = 150 * given["logits"].sign().float()
-    given["logprobs"] = torch.full((3, 5), -500.0)
-    out, gradient = run(given)
+    inputs["logits"] = 150 * inputs["logits"].sign().float()
+    inputs["logprobs"] = torch.full((3, 5), -500.0)
+    out, gradient = run(inputs)
     assert out.loss.isfinite()
     assert gradient.isfinite().all()
 
 
 def test_saves_the_gradient_and_nothing_else():
+    """Bug: a softmax kept for backward."""
     options = {"ids": IDS, "mask": MASK, "logprobs": torch.full((B, S), -6.0), "advantages": torch.ones(B)}
     assert bytes_saved(lambda student, teacher: grpo(student, **options, clip_high=1e9).loss) <= 1.1
 
 
 def test_nothing_sampled_stays_connected_and_shapes_are_named():
-    given = batch()
-    out, gradient = run(given | {"mask": torch.zeros(3, 5)})
+    """Bug: a rank without sampled tokens skips the backward collectives."""
+    inputs = batch()
+    out, gradient = run(inputs | {"mask": torch.zeros(3, 5)})
     assert (out.loss.item(), gradient.any().item(), out.metrics["policy/clip_fraction"].value()) == (0, False, 0)
     with pytest.raises(ConfigError, match="advantages has shape"):
-        run(given | {"advantages": torch.zeros(2)})
+        run(inputs | {"advantages": torch.zeros(2)})
     with pytest.raises(ConfigError, match="logprobs has shape"):
-        run(given | {"logprobs": torch.zeros(3, 4)})
+        run(inputs | {"logprobs": torch.zeros(3, 4)})

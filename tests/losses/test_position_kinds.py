@@ -1,4 +1,4 @@
-"""Kinds of the student's positions, against places in the bytes of both sides."""
+"""Kinds of the student's positions, against offsets in the bytes of both sides."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TEXTS = {
 
 
 def expected(student: list[str], teacher: list[str]) -> list[str]:
-    """By the number of teacher tokens that begin in the chunk before a student token does."""
+    """Count the teacher tokens that begin inside of the chunk before a student token does."""
     starts, boundaries = ([0, *itertools.accumulate(map(len, side))] for side in (student, teacher))
     kinds = []
     for a in starts[:-1]:
         chunk = max(o for o in boundaries if o <= a and o in starts)
-        before = sum(chunk < o <= a for o in boundaries)
-        kinds.append("start" if a == chunk else "later" if before else "inside")
+        num_begun = sum(chunk < o <= a for o in boundaries)
+        kinds.append("start" if a == chunk else "later" if num_begun else "inside")
     return kinds
 
 
@@ -45,7 +45,7 @@ def chunk_ids(tokens: list[str], common: list[int], width: int) -> list[int]:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_kinds_are_those_of_the_bytes(text: str) -> None:
-    """Catches a token that begins in the second teacher token and is taken to be inside of the first."""
+    """Catches a token that begins in the second teacher token and is counted as inside of the first."""
     student, teacher = (["#", *side] for side in TEXTS[text])
     sides = [{0, *itertools.accumulate(map(len, side))} for side in (student, teacher)]
     common = sorted(sides[0] & sides[1])[:-1]

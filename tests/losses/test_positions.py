@@ -1,4 +1,4 @@
-"""A target at every student position, against all texts of a source that can be listed."""
+"""A target at every student position, against all texts of a source that can be enumerated."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from tests.reference.positions import (
 
 AB, CA, ABC, CAB = ("a", "b"), ("c", "a"), ("ab", "c"), ("ca", "b")
 PAIRS: dict[str, tuple[Merges, Merges]] = {"letters": ((), (AB, ABC)), "merges": ((AB, CA), (AB, CA, CAB, ABC))}
-"""Merges of the student and of the teacher. All tokens of the teacher that begin where no realised one does are ruled
-out by those that are realised, so `cover` is exact.
+"""Merges of the student and of the teacher. Realised tokens rule out all teacher tokens that begin elsewhere, so
+`cover` is exact.
 """
 SHORTER: dict[str, tuple[Merges, Merges]] = {"ends inside": ((), (("b", "c"), AB))}
 """A teacher token that began earlier can end inside of the realised one, so `cover` is not exact."""
 EMPTY = -60.0
-"""log of a probability of 0, for logits that are finite."""
+"""Finite logit that stands for a probability of 0."""
 
 
 class Toy:
-    """All texts after a token that begins them, as both sides see them."""
+    """All texts after a first token, as both sides see them."""
 
     def __init__(self, student: Merges, teacher: Merges, *, is_sampled: bool = False) -> None:
-        """is_sampled: the student's tokens are any that spell the teacher's."""
+        """is_sampled: the student's spelling of each teacher token is random."""
         self.merges = student, teacher
         self.texts, draw = source(0), random.Random(0)
         self.q, self.p = next_tokens(self.texts, teacher), next_tokens(self.texts, student)
@@ -75,7 +75,7 @@ class Toy:
             rows = [[len(vocab), *map(vocab.index, tokens)] for tokens in side]
             self.ids.append(padded(rows, 0))
         for side in sides:
-            self.chunks.append(padded([[-1, *chunk_ids(own, sides, b)] for b, own in enumerate(side)], -1))
+            self.chunks.append(padded([[-1, *chunk_ids(tokens, sides, b)] for b, tokens in enumerate(side)], -1))
         self.state = padded([[self.states[t[:i]] for i in range(len(t))] for t in sides[0]], 0)
         rows = [[self.log_q(tokens[:j]) for j in range(len(tokens))] for tokens in sides[1]]
         width = self.ids[1].shape[1]
@@ -88,12 +88,12 @@ class Toy:
         return [math.log(q[t]) if t in q else -math.inf for t in self.tokens[1]] + [EMPTY]
 
     def exact(self) -> Tensor:
-        """log p of the student's states."""
+        """Return log p of the student's states."""
         rows = [[math.log(p[t]) if t in p else EMPTY for t in self.tokens[0]] + [EMPTY] for p in self.p.values()]
         return torch.tensor(rows, dtype=torch.float64)
 
     def loss(self, of_states: Tensor, **settings) -> Tensor:
-        """Σ P(text) · loss."""
+        """Return Σ P(text) · loss."""
         logits = torch.nn.functional.pad(of_states[self.state], (0, 0, 0, self.ids[0].shape[1] - self.state.shape[1]))
         return byte_prefix(
             logits,
@@ -116,7 +116,7 @@ def padded(rows: list[list[int]], fill: int) -> Tensor:
 
 
 def chunk_ids(tokens: tuple[str, ...], sides: list[list[tuple[str, ...]]], b: int) -> list[int]:
-    """Numbers of the chunks that begin where tokens of both sides do."""
+    """Return the tokens' chunks; a chunk begins at an offset that both sides' tokens begin at."""
     common = set.intersection(*(set(positions.begins(side[b])) for side in sides))
     return [sum(o <= a for o in common) - 1 for a in positions.begins(tokens)]
 
@@ -134,7 +134,7 @@ def listed(name: str, ends: str, *, is_sampled: bool) -> dict[str, list[tuple[in
 
 
 def gradient(name: str, **settings) -> float:
-    """Largest gradient at the exact distribution of the student's tokens, per occurrence of a state."""
+    """Return the largest gradient at the exact distribution of the student's tokens, per occurrence of a state."""
     case = toy(name)
     states = case.exact().requires_grad_()
     (pulled,) = torch.autograd.grad(case.loss(states, positions=settings.pop("positions", "all"), **settings), states)
@@ -154,34 +154,37 @@ def test_the_exact_student_is_not_pulled(name: str) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "tvd"])
 def test_with_cover_each_position_is_exact(name: str, divergence: str) -> None:
-    """Catches tokens that begin before a boundary and go on, or end inside, and are forgotten."""
+    """Catches tokens that begin before a boundary and continue after it, or end inside, and are lost."""
     case = toy(name)
     assert case.loss(case.exact(), positions="all", ends="cover", divergence=divergence) < 1e-9
-    if divergence != "tvd":  # It has a kink there.
+    if divergence != "tvd":  # It has a kink at equal distributions.
         assert gradient(name, ends="cover", divergence=divergence) < 1e-6
 
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("settings", [{"positions": "starts"}, {"ends": "rest"}], ids=str)
 def test_boundaries_alone_and_a_residual_class_are_biased(name: str, settings: dict) -> None:
-    """Shows that the toys tell the forms apart: the exact student is pulled away from itself."""
+    """Shows that the toys distinguish the forms: the exact student has a gradient."""
     assert gradient(name, **settings) > 0.03
 
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("halves", [("drop", "drop"), ("drop", "cover"), ("cover", "drop")])
 def test_halves_of_both_forms_do_not_mix(name: str, halves: tuple[str, str]) -> None:
-    """Catches the boundaries of one form with the insides of the other: neither half is right without its own."""
+    """Catches the boundaries of one form combined with the insides of the other."""
     case = toy(name)
     mean: dict[tuple[str, ...], Cells] = defaultdict(lambda: defaultdict(float))
     for text, p in case.texts.items():
         pieces = case.ours[text]
-        at = zip(*(listed(name, ends, is_sampled=False)[text] for ends in halves), strict=True)
-        for (i, is_boundary, of_boundary), (_, _, of_inside) in at:
-            for c, t in (of_boundary if is_boundary else of_inside).items():
+        both = zip(*(listed(name, ends, is_sampled=False)[text] for ends in halves), strict=True)
+        for (i, is_boundary, boundary_cells), (_, _, inside_cells) in both:
+            for c, t in (boundary_cells if is_boundary else inside_cells).items():
                 mean[pieces[:i]][c] += p * t
     off = [
-        abs(of[c] / math.fsum(of.values()) - case.p[state].get(c, 0.0)) for state, of in mean.items() for c in of if c
+        abs(mass[c] / math.fsum(mass.values()) - case.p[state].get(c, 0.0))
+        for state, mass in mean.items()
+        for c in mass
+        if c
     ]
     assert (max(off) < 1e-9) == (halves == ("drop", "drop"))
 
@@ -189,7 +192,7 @@ def test_halves_of_both_forms_do_not_mix(name: str, halves: tuple[str, str]) -> 
 @pytest.mark.parametrize("name", [*PAIRS, *SHORTER, "merges, sampled"])
 @pytest.mark.parametrize("ends", ["drop", "cover", "rest"])
 def test_value_equals_the_lists(name: str, ends: str) -> None:
-    """Catches a wrong position, cell or weight, with any student, and one that samples unusual spellings."""
+    """Catches a wrong position, cell or weight, for any student, and for sampled, unusual spellings."""
     name, is_sampled = name.removesuffix(", sampled"), name.endswith("sampled")
     case = toy(name, is_sampled=is_sampled)
     states = torch.randn(len(case.states), len(case.tokens[0]) + 1, generator=torch.Generator().manual_seed(0)).double()
@@ -197,10 +200,10 @@ def test_value_equals_the_lists(name: str, ends: str) -> None:
     for text, weight in case.texts.items():
         pieces = case.ours[text]
         for i, _, cells in listed(name, ends, is_sampled=is_sampled)[text]:
-            of_state = dict(zip([*case.tokens[0], "begin"], log_p[case.states[pieces[:i]]], strict=True))
-            rest = math.fsum(math.exp(p) for token, p in of_state.items() if token not in cells)
+            log_p_of_token = dict(zip([*case.tokens[0], "begin"], log_p[case.states[pieces[:i]]], strict=True))
+            rest_mass = math.fsum(math.exp(p) for token, p in log_p_of_token.items() if token not in cells)
             for c, t in cells.items():
-                total += weight * t * (math.log(t) - (math.log(rest) if c is None else of_state[c]))
+                total += weight * t * (math.log(t) - (math.log(rest_mass) if c is None else log_p_of_token[c]))
     assert case.loss(states, positions="all", ends=ends).item() == pytest.approx(total, rel=1e-8)
 
 

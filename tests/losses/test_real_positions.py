@@ -31,23 +31,23 @@ Cells = dict[int | None, float]
 
 @cache
 def texts(matrix: ProjectionMatrix) -> tuple[list[bytes], list[bytes]]:
-    """The bytes of both sides' tokens."""
+    """Return the bytes of both sides' tokens."""
     return token_bytes(matrix, matrix.student_vocab_size, matrix.teacher_vocab_size)
 
 
-def spelled_unusually(ids: list[int], of_student: list[bytes]) -> list[int]:
-    """Every second token in two parts, if both are tokens: the shortest such first part."""
-    token_of = {text: token for token, text in reversed(list(enumerate(of_student)))}
+def spelled_unusually(ids: list[int], student_texts: list[bytes]) -> list[int]:
+    """Split every second token in two if both parts are tokens, at the first possible place."""
+    token_of = {text: token for token, text in reversed(list(enumerate(student_texts)))}
     spelling: list[int] = []
     for n, token in enumerate(ids):
-        text = of_student[token]
+        text = student_texts[token]
         cuts = [k for k in range(1, len(text)) if n % 2 and text[:k] in token_of and text[k:] in token_of]
         spelling += [token_of[text[: cuts[0]]], token_of[text[cuts[0] :]]] if cuts else [token]
     return spelling
 
 
 def batch(student: str, teacher: str, text: str = TEXT, *, is_unusual: bool = False) -> tuple[dict, Tensor, Tensor]:
-    """Arguments of a loss, and logits of both sides."""
+    """Return the arguments of a loss, and logits of both sides."""
     pair = real_tokenizer(student), real_tokenizer(teacher)
     ids = [tokenizer("\n" + text, add_special_tokens=False).input_ids for tokenizer in pair]
     matrix, generator = real_matrix(student, teacher), torch.Generator().manual_seed(0)
@@ -68,7 +68,7 @@ def batch(student: str, teacher: str, text: str = TEXT, *, is_unusual: bool = Fa
 
 @cache
 def spelled(matrix: ProjectionMatrix) -> tuple[list[tuple[int, ...]], dict[tuple[int, ...], list[int]]]:
-    """The pieces of each teacher token, and the tokens that begin with some."""
+    """Return the pieces of each teacher token, and the tokens that begin with given pieces."""
     spellings = [tuple(s.tolist()) for s in np.split(matrix.teacher_spellings, matrix.teacher_spelling_ends[:-1])]
     below: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for t, spelling in enumerate(spellings):
@@ -78,18 +78,18 @@ def spelled(matrix: ProjectionMatrix) -> tuple[list[tuple[int, ...]], dict[tuple
 
 
 def expected(arguments: dict, student: Tensor, teacher: Tensor) -> dict[str, list[float]]:
-    """Forward KL of each position by `ends`, by a look at the teacher tokens below its node."""
+    """Forward KL of each position keyed by `ends`, from the teacher tokens below its node."""
     spellings, below = spelled(arguments["projection"])
     both_texts = texts(arguments["projection"])
     chunks = [arguments[f"{side}_chunk_id"][0].tolist() for side in ("student", "teacher")]
     ids = [arguments[f"{side}_ids"][0].tolist() for side in ("student", "teacher")]
     p, q = (logits[0].double().log_softmax(-1) for logits in (student, teacher))
     values: dict[str, list[float]] = {ends: [] for ends in ENDS}
-    chunk_before, last = -1, None
+    number_before, last = -1, None
     for chunk in sorted(set(chunks[0]) & set(chunks[1]) - {-1}):
         ours, theirs = ([i for i, c in enumerate(side) if c == chunk] for side in chunks)
-        before, last = (last if chunk == chunk_before + 1 else None), (ours, theirs)
-        chunk_before = chunk
+        chunk_before, last = (last if chunk == number_before + 1 else None), (ours, theirs)
+        number_before = chunk
         if 0 in (ours[0], theirs[0]):
             last = None
             continue
@@ -103,31 +103,34 @@ def expected(arguments: dict, student: Tensor, teacher: Tensor) -> dict[str, lis
                 cells = (
                     masses(row, pieces, below.get(pieces, []), spellings) if place else by_first_piece(row, spellings)
                 )
-            of_student, covered = p[i - 1].tolist(), cells
-            if before is not None and len(before[1]) == 1:
-                row_before, since = q[before[1][0] - 1].exp(), tuple(ids[0][k] for k in before[0]) + pieces
-                r = float(row_before[ids[1][before[1][0]]])
-                if is_unusual or spellings[ids[1][before[1][0]]] != since[: len(before[0])]:
-                    more = masses_by_bytes(row_before, since, *both_texts)
+            student_log_p, cover_cells = p[i - 1].tolist(), cells
+            if chunk_before is not None and len(chunk_before[1]) == 1:
+                row_before, pieces_before = (
+                    q[chunk_before[1][0] - 1].exp(),
+                    tuple(ids[0][k] for k in chunk_before[0]) + pieces,
+                )
+                r = float(row_before[ids[1][chunk_before[1][0]]])
+                if is_unusual or spellings[ids[1][chunk_before[1][0]]] != pieces_before[: len(chunk_before[0])]:
+                    cells_before = masses_by_bytes(row_before, pieces_before, *both_texts)
                 else:
-                    more = masses(row_before, since, below.get(since, []), spellings)
+                    cells_before = masses(row_before, pieces_before, below.get(pieces_before, []), spellings)
                 if not place:
-                    more.pop(None, None)
-                covered = {c: r * cells.get(c, 0) + more.get(c, 0) for c in cells | more}
+                    cells_before.pop(None, None)
+                cover_cells = {c: r * cells.get(c, 0) + cells_before.get(c, 0) for c in cells | cells_before}
             for ends in ENDS:
-                values[ends].append(forward_kl(covered if ends == "cover" else cells, of_student, ends))
+                values[ends].append(forward_kl(cover_cells if ends == "cover" else cells, student_log_p, ends))
     return values
 
 
-def forward_kl(cells: Cells, of_student: list[float], ends: str) -> float:
-    """From the cells' shares to the student's log-probabilities; with `drop`, of tokens alone."""
-    rest = cells.get(None, 0.0)
+def forward_kl(cells: Cells, student_log_p: list[float], ends: str) -> float:
+    """From the cells' shares to the student's log-probabilities; with `drop`, of tokens only."""
+    rest_mass = cells.get(None, 0.0)
     tokens = {c: m for c, m in cells.items() if c is not None}
-    total = math.fsum(tokens.values()) + (rest if ends != "drop" else 0)
-    value = sum(m / total * (math.log(m / total) - of_student[c]) for c, m in tokens.items() if m)
-    if ends != "drop" and rest:
-        left = 1 - math.fsum(math.exp(of_student[c]) for c in tokens)
-        value += rest / total * (math.log(rest / total) - math.log(left))
+    total = math.fsum(tokens.values()) + (rest_mass if ends != "drop" else 0)
+    value = sum(m / total * (math.log(m / total) - student_log_p[c]) for c, m in tokens.items() if m)
+    if ends != "drop" and rest_mass:
+        unreached = 1 - math.fsum(math.exp(student_log_p[c]) for c in tokens)
+        value += rest_mass / total * (math.log(rest_mass / total) - math.log(unreached))
     return value
 
 
@@ -146,35 +149,35 @@ def masses(q: Tensor, pieces: tuple[int, ...], tokens: list[int], spellings: lis
 
 
 def masses_by_bytes(q: Tensor, pieces: tuple[int, ...], student: list[bytes], teacher: list[bytes]) -> Cells:
-    """Of the tokens that begin with the bytes of the pieces, by the longest student token in what follows."""
+    """Sum the tokens that begin with the bytes of the pieces, keyed by the longest student token that follows."""
     begun = b"".join(student[piece] for piece in pieces)
-    token_of = {text: token for token, text in reversed(list(enumerate(student)))}  # No text has two ids here.
+    token_of = {text: token for token, text in reversed(list(enumerate(student)))}  # Each text has a single id here.
     cells: Cells = defaultdict(float)
     for t, text in enumerate(teacher):
         if begun and text.startswith(begun):
-            rest = text.removeprefix(begun)
-            cells[next((token_of[rest[:k]] for k in range(len(rest), 0, -1) if rest[:k] in token_of), None)] += float(
-                q[t]
+            ending = text.removeprefix(begun)
+            cells[next((token_of[ending[:k]] for k in range(len(ending), 0, -1) if ending[:k] in token_of), None)] += (
+                float(q[t])
             )
     return cells
 
 
 @pytest.mark.parametrize("is_unusual", [False, True], ids=["spelled as usual", "spelled unusually"])
 def test_targets_are_those_of_the_spellings(is_unusual: bool) -> None:
-    """Catches a node or a boundary of real tokens that is taken for another, and blocks that change a target."""
+    """Catches a wrong node or boundary of real tokens, and blocks that change a target."""
     arguments, student, teacher = batch("llama3_1", "qwen3", is_unusual=is_unusual)
-    # The oracle knows no chain: chunks of one student token and several of the teacher are left out.
+    # The oracle has no chains: skip chunks of one student token and several teacher tokens.
     for chunk in set(arguments["teacher_chunk_id"][0].tolist()):
         if (arguments["teacher_chunk_id"] == chunk).sum() > 1:
             arguments["student_chunk_id"][arguments["student_chunk_id"] == chunk] = -1
     student, teacher = student.double(), teacher.double()
-    for ends, of_positions in expected(arguments, student, teacher).items():
+    for ends, position_losses in expected(arguments, student, teacher).items():
         settings = {"positions": "all", "ends": ends, "pieces": "spelling"}
-        whole = byte_prefix(student, teacher, **arguments, **settings)
-        assert whole.metrics["kd"].count == len(of_positions) > len(set(arguments["student_chunk_id"][0].tolist()))
-        assert whole.loss.item() == pytest.approx(math.fsum(of_positions) / len(of_positions), rel=1e-9)
+        uncut = byte_prefix(student, teacher, **arguments, **settings)
+        assert uncut.metrics["kd"].count == len(position_losses) > len(set(arguments["student_chunk_id"][0].tolist()))
+        assert uncut.loss.item() == pytest.approx(math.fsum(position_losses) / len(position_losses), rel=1e-9)
         in_blocks = byte_prefix(student, teacher, **arguments, **settings, chunk_size=3)
-        assert in_blocks.loss.item() == pytest.approx(whole.loss.item(), rel=1e-9)
+        assert in_blocks.loss.item() == pytest.approx(uncut.loss.item(), rel=1e-9)
 
 
 @st.composite
@@ -191,8 +194,8 @@ def excerpts(draw: st.DrawFn) -> str:
 def test_cells_and_rest_hold_all_mass_in_any_text(ends: str, data: st.DataObject) -> None:
     """Catches mass that is lost or counted twice at a boundary, and blocks that change a target.
 
-    At the starts of chunks that no earlier token reaches, the cells and the rest hold all of the teacher's mass: 1, or
-    with `drop` all but that of tokens without pieces.
+    At the starts of chunks that no earlier token reaches, cells and rest cell hold all of the teacher's mass: 1, or
+    with `drop` 1 minus the tokens without pieces.
     """
     arguments, student, teacher = batch("llama3_1", "qwen3", data.draw(excerpts()))
     teacher = teacher.log_softmax(-1)
@@ -222,12 +225,12 @@ def test_cells_and_rest_hold_all_mass_in_any_text(ends: str, data: st.DataObject
 @given(data=st.data())
 @settings(max_examples=4, deadline=None)
 def test_equal_tokenizers_are_same_vocab_in_any_text(data: st.DataObject) -> None:
-    """Catches a token whose own text the tokenizer spells otherwise, and one that is taken to go on in the next."""
+    """Catches a token whose text the tokenizer spells differently, and one that seems to continue in the next chunk."""
     arguments, student, teacher = batch("qwen3", "qwen3", data.draw(excerpts()))
     student.requires_grad_()
     expected = same_vocab(student, teacher, mask=arguments["student_chunk_id"] >= 0).loss
-    (wanted,) = torch.autograd.grad(expected, student)
+    (expected_gradient,) = torch.autograd.grad(expected, student)
     for ends in ENDS:
         ours = byte_prefix(student, teacher, **arguments, positions="all", ends=ends, pieces="spelling").loss
         assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
-        torch.testing.assert_close(torch.autograd.grad(ours, student)[0], wanted, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(torch.autograd.grad(ours, student)[0], expected_gradient, rtol=1e-5, atol=1e-9)

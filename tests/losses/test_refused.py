@@ -1,4 +1,4 @@
-"""Settings and projections that a loss refuses, by its message."""
+"""Settings and projections that a loss rejects, by message."""
 
 from dataclasses import replace
 from typing import Any
@@ -68,7 +68,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "settings", "message"), SETTINGS)
 def test_a_setting_that_does_not_fit_is_named(name: str, settings: dict[str, Any], message: str) -> None:
-    """Catches a biased target, or a setting that a caller of the function takes for one that does something."""
+    """Catches a biased target, or a setting that is accepted and has no effect."""
     case = NAMED[name]
     with pytest.raises(ConfigError, match=message):
         case.run(case.batch(), **settings)

@@ -1,4 +1,4 @@
-"""Estimates of the KL on sampled tokens: their expected gradients, exactly, by summing over a small vocabulary."""
+"""Estimates of the KL on sampled tokens: exact expected gradients, by summing over a small vocabulary."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ MASK = torch.tensor([[0, 1]])
 
 
 def expected_gradient(student: Tensor, teacher: Tensor, **options) -> Tensor:
-    """E over the token ~ p of the gradient of its loss: [1, 2, V] of which the first position predicts it."""
+    """Return the expected gradient [1, 2, V] of the loss of a token ~ p; the first position predicts it."""
     p = student[0, 0].softmax(0).detach()
     total = torch.zeros_like(student)
     for token in range(V):
@@ -35,17 +35,18 @@ def expected_gradient(student: Tensor, teacher: Tensor, **options) -> Tensor:
 def test_expected_gradient(estimator, update, divergence):
     """methods.md §10.4. Bugs: a sign, an advantage that is differentiated, the ratio's derivative."""
     student, teacher = random_logits(1, 2, V, 0, 1.0), random_logits(1, 2, V, 1, 1.0)
-    found = expected_gradient(student, teacher, estimator=estimator, update=update)
+    gradient = expected_gradient(student, teacher, estimator=estimator, update=update)
     if divergence is None:
-        torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-15)
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-15)
         return
     leaf = student.requires_grad_()
     loss = same_vocab(leaf, teacher, mask=MASK, divergence=divergence).loss
-    torch.testing.assert_close(found, torch.autograd.grad(loss, leaf)[0], rtol=1e-11, atol=1e-15)
+    torch.testing.assert_close(gradient, torch.autograd.grad(loss, leaf)[0], rtol=1e-11, atol=1e-15)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_equal_sides_have_no_gradient_whatever_the_engine_said(estimator):
+    """Bug: the engine's rounding pulls at a student that is already right."""
     batch = one_tokenizer(5).with_student_as_teacher()
     student = batch.student.requires_grad_()
     out = sampled_kl(

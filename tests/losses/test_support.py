@@ -21,13 +21,13 @@ every_support = pytest.mark.parametrize("support", SUPPORTS)
 
 
 def pair(seed: int = 0, units: int = 5, width: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of teacher and student that share some of their largest."""
+    """Logits of teacher and student that share some of their largest columns."""
     generator = torch.Generator().manual_seed(seed)
     teacher, noise = (2 * torch.randn(units, width, generator=generator, dtype=torch.float64) for _ in range(2))
     return teacher, 0.5 * teacher + noise
 
 
-def of(kind) -> Divergence:
+def divergence_of(kind) -> Divergence:
     name, weights = kind
     return Divergence(name, **weights)
 
@@ -35,11 +35,11 @@ def of(kind) -> Divergence:
 @grid
 @pytest.mark.parametrize("top_k", [1, 3, 6])
 def test_value_equals_the_loop(kind, support, normalization, top_k):
-    """A column counted twice in a union, a rest taken from the wrong side, a partition over the wrong columns."""
+    """Bugs: a column counted twice in a union, a rest cell from the wrong side, a sum over the wrong columns."""
     if top_k == 1 and normalization == "support" and support != "union":
         pytest.skip("it is constant, and refused")
     teacher, student = pair()
-    value = Support(support, top_k, normalization).compare(of(kind), teacher, student)
+    value = Support(support, top_k, normalization).compare(divergence_of(kind), teacher, student)
     term = {"divergence": kind[0], "beta": 0.5, "mixed_weight": 0.5, **kind[1]}
     term |= {"support": support, "top_k": top_k, "normalization": normalization}
     expected = [
@@ -51,10 +51,10 @@ def test_value_equals_the_loop(kind, support, normalization, top_k):
 
 @grid
 def test_gradient_is_that_of_the_value(kind, support, normalization):
-    """Also through the rest cell, and none through the choice of columns."""
+    """Bug: no gradient through rest cells, or one through the choice of columns."""
     teacher, student = pair(1)
     compare = Support(support, 3, normalization).compare
-    assert torch.autograd.gradcheck(lambda z: compare(of(kind), teacher, z), student.requires_grad_())
+    assert torch.autograd.gradcheck(lambda z: compare(divergence_of(kind), teacher, z), student.requires_grad_())
 
 
 @every_kind
@@ -62,10 +62,10 @@ def test_gradient_is_that_of_the_value(kind, support, normalization):
 @pytest.mark.parametrize("normalization", ["support", "rest"])
 @pytest.mark.parametrize(("dtype", "top_k"), [(torch.float32, 5), (torch.float64, 40), (torch.float32, 99)])
 def test_equal_sides_give_exactly_zero(kind, support, normalization, dtype, top_k):
-    """Rounding noise would pull at a student that is already right, and of the rest's gradient there is a lot."""
+    """Bug: rounding noise, above all in a rest cell's gradient, pulls at a student that is already right."""
     teacher = (20 * torch.randn(4, 100, generator=torch.Generator().manual_seed(3))).to(dtype)
     student = teacher.clone().requires_grad_()
-    value = Support(support, top_k, normalization).compare(of(kind), teacher, student)
+    value = Support(support, top_k, normalization).compare(divergence_of(kind), teacher, student)
     value.sum().backward()
     assert not value.any()
     assert not student.grad.any()
@@ -74,16 +74,16 @@ def test_equal_sides_give_exactly_zero(kind, support, normalization, dtype, top_
 @every_support
 @every_kind
 def test_parity_form_is_zero_where_sides_are_equal(kind, support):
-    """Its gradient there is that of the formula, which is why it is for parity only."""
+    """Its gradient for equal sides is the formula's and not zero; that is why it is for parity only."""
     teacher, _ = pair(2)
-    value = Support(support, 3, "full").compare(of(kind), teacher, teacher.clone())
+    value = Support(support, 3, "full").compare(divergence_of(kind), teacher, teacher.clone())
     assert not value.any()
 
 
 @every_support
 @pytest.mark.parametrize(("beta", "end"), [(0.0, "forward_kl"), (1.0, "reverse_kl")])
 def test_parity_form_of_the_ends_of_jsd(support, beta, end):
-    """Where jsd is a KL, it has that KL's term to take out."""
+    """Bug: jsd with β = 0 or 1 lacks the correction of the KL that it equals."""
     teacher, student = pair(5)
     columns = Support(support, 3, "full")
     assert torch.equal(
@@ -93,7 +93,9 @@ def test_parity_form_of_the_ends_of_jsd(support, beta, end):
 
 
 def test_parity_form_of_forward_kl_is_the_sum_that_other_systems_take():
-    """The generalised KL, with Σ(s − t), is never negative; the plain sum is, where the student has more there."""
+    """Bug: the generalised KL, with Σ(s − t), which is never negative. The plain sum is negative if the student has
+    more mass in the support.
+    """
     teacher, student = torch.tensor([[1.0, 0.0, 0.9]]), torch.tensor([[3.0, 0.0, 0.0]]).requires_grad_()
     value = Support("teacher_topk", 1, "full").compare(Divergence(), teacher, student)
     log_q, log_p = teacher.log_softmax(-1), student.log_softmax(-1)
@@ -103,12 +105,12 @@ def test_parity_form_of_forward_kl_is_the_sum_that_other_systems_take():
 
 @grid
 def test_every_column_is_the_full_divergence(kind, support, normalization):
-    """To the bit: no rest cell is left, and normalisations are the same."""
+    """To the bit. Bug: an empty rest cell, or normalising twice."""
     teacher, student = pair(3)
-    full = Support().compare(of(kind), teacher, student)
-    assert torch.equal(Support("full", None, normalization).compare(of(kind), teacher, student), full)
+    full = Support().compare(divergence_of(kind), teacher, student)
+    assert torch.equal(Support("full", None, normalization).compare(divergence_of(kind), teacher, student), full)
     for top_k in (7, 8):
-        assert torch.equal(Support(support, top_k, normalization).compare(of(kind), teacher, student), full)
+        assert torch.equal(Support(support, top_k, normalization).compare(divergence_of(kind), teacher, student), full)
 
 
 @settings(max_examples=150)
@@ -120,10 +122,10 @@ def test_every_column_is_the_full_divergence(kind, support, normalization):
     scale=st.floats(0.1, 8),
 )
 def test_with_the_rest_cell_from_zero_to_the_full_divergence(seed, kind, support, top_k, scale):
-    """The data processing inequality. Twelve cells of at most 160 nats, each rounded to 2^−52 of that."""
+    """Data processing inequality. Twelve cells of at most 160 nats, each rounded to 2^−52 of its size."""
     teacher, student = (scale * z for z in pair(seed, 3, 12))
-    value = Support(support, top_k, "rest").compare(of(kind), teacher, student)
-    full = Support().compare(of(kind), teacher, student)
+    value = Support(support, top_k, "rest").compare(divergence_of(kind), teacher, student)
+    full = Support().compare(divergence_of(kind), teacher, student)
     tolerance = 12 * 160 * 2**-52
     assert (value >= -tolerance).all()
     assert (value <= full + tolerance).all()
@@ -131,11 +133,11 @@ def test_with_the_rest_cell_from_zero_to_the_full_divergence(seed, kind, support
 
 @grid
 def test_extreme_logits_are_finite(kind, support, normalization):
-    """The rest of a side holds e^−300 of its mass, which is 0 in fp32."""
+    """Bug: a rest cell with e^−300 of the mass, which is 0 in fp32."""
     teacher = torch.tensor([[150.0, 150.0, -150.0, 0.0, -150.0], [-150.0, 150.0, 150.0, 0.0, -150.0]])
     for student in (-teacher, teacher.flip(-1), teacher.clone()):
         student.requires_grad_()
-        value = Support(support, 2, normalization).compare(of(kind), teacher, student)
+        value = Support(support, 2, normalization).compare(divergence_of(kind), teacher, student)
         value.sum().backward()
         assert value.isfinite().all()
         assert student.grad.isfinite().all()
@@ -143,12 +145,12 @@ def test_extreme_logits_are_finite(kind, support, normalization):
 
 @every_kind
 def test_a_union_that_takes_every_column_of_some_rows_only(kind):
-    """Its rest cell is empty there, on both sides; −inf − −inf and its gradient are NaN."""
+    """Bug: their rest cell is empty on both sides; −inf − −inf and its gradient are NaN."""
     teacher = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0]] * 2, dtype=torch.float64)
-    # No cell is as likely on both sides, where total variation has no derivative.
+    # No cell is equally likely on both sides, because total variation has no derivative there.
     student = torch.tensor([[0.0, 1.0, 2.5, 3.0, 4.0], [2.0, 3.0, 4.0, 0.0, 1.0]], dtype=torch.float64).requires_grad_()
-    value = Support("union", 3, "rest").compare(of(kind), teacher, student)
-    full = Support().compare(of(kind), teacher, student)
+    value = Support("union", 3, "rest").compare(divergence_of(kind), teacher, student)
+    full = Support().compare(divergence_of(kind), teacher, student)
     (gradient,) = torch.autograd.grad(value.sum(), student, retain_graph=True)
     (full_gradient,) = torch.autograd.grad(full.sum(), student)
     torch.testing.assert_close(value[0], full[0], rtol=1e-14, atol=0)
@@ -158,14 +160,15 @@ def test_a_union_that_takes_every_column_of_some_rows_only(kind):
 
 
 def test_a_small_rest_keeps_its_digits():
-    """In fp32, 1 − Σ of the others is 0 here. log p near −30 is rounded to 2^−24 of that."""
+    """Bug: 1 − Σ of the support's probabilities, which is 0 in fp32. log p near −30 is rounded to 2^−24 of its size."""
     log_p = torch.tensor([[30.0, 0.0, -1.0, 1.0]]).log_softmax(-1)
-    rest = Columns(torch.tensor([[0]])).cells(log_p)[:, 1:]
+    log_rest = Columns(torch.tensor([[0]])).cells(log_p)[:, 1:]
     exact = math.log(math.fsum((1, math.exp(-1), math.exp(1)))) - 30
-    assert rest.item() == pytest.approx(exact, rel=4 * 2**-24)
+    assert log_rest.item() == pytest.approx(exact, rel=4 * 2**-24)
 
 
 def test_a_rest_that_only_one_side_can_have_is_dropped():
+    """Bug: a rest cell on one side makes KL infinite."""
     log_t, log_s = (z.log_softmax(-1) for z in pair(4))
     short = log_t[:, :4]
     cells_t, cells_s = with_rest(
@@ -178,16 +181,16 @@ def test_a_rest_that_only_one_side_can_have_is_dropped():
 
 @pytest.mark.parametrize(("width", "top_k"), [(3001, 5), (4096, 16), (4103, 60), (640, 39), (640, 41)])
 def test_the_largest_columns_are_those_of_a_search_through_the_row(width, top_k):
-    """Also those that no group has at any level, and several in one group; forbidden columns are −inf."""
+    """Bugs: columns in no group at any level, several in one group, and forbidden columns of −inf."""
     logits = torch.randn(4, width, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     logits[:, -1], logits[:, width // 3 : width // 3 + 3] = 9.0, torch.tensor([7.0, -torch.inf, 8.0]).double()
     logits[1] = logits[1].sort().values
-    found = largest(logits, top_k)
-    assert torch.equal(found.sort(-1).values, logits.topk(top_k).indices.sort(-1).values)
+    columns = largest(logits, top_k)
+    assert torch.equal(columns.sort(-1).values, logits.topk(top_k).indices.sort(-1).values)
 
 
 def test_the_rest_of_forbidden_columns_has_no_gradient():
-    """All columns but those taken are −inf: what the rest is made of then must not reach the logits as NaN."""
+    """Bug: all columns outside of the support are −inf, and their sum's gradient is NaN."""
     logits = torch.tensor([[1.0, 2.0, -math.inf, -math.inf]], requires_grad=True)
     cells = Columns(torch.tensor([[0, 1]])).cells(logits)
     probabilities = cells.softmax(-1)
@@ -199,6 +202,7 @@ def test_the_rest_of_forbidden_columns_has_no_gradient():
 
 
 def test_no_unit_is_no_value():
+    """Bug: a reduction over zero rows fails."""
     for columns in (Support(), Support("union", 2, "rest"), Support("teacher_topk", 2, "full")):
         student = torch.zeros(0, 500, requires_grad=True)
         value = columns.compare(Divergence(), torch.zeros(0, 500), student)

@@ -1,4 +1,4 @@
-"""TCAD against plain loops (methods.md §10.2), and the choice of its support."""
+"""TCAD's choice of its support, and small coverage losses (methods.md §10.2)."""
 
 import math
 
@@ -15,24 +15,24 @@ V = 9
 
 def by_turns(z_t: list[float], z_s: list[float], size: int) -> list[int]:
     ranked = [sorted(range(len(side)), key=lambda column: -side[column]) for side in (z_t, z_s)]
-    chosen: list[int] = []
+    columns: list[int] = []
     for pair in zip(*ranked, strict=True):
-        chosen += [column for column in dict.fromkeys(pair) if column not in chosen]
-    return chosen[:size]
+        columns += [column for column in dict.fromkeys(pair) if column not in columns]
+    return columns[:size]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 40])
 def test_the_support_is_taken_by_turns(size):
-    """Ranks of both sides that overlap in part; the teacher's likeliest is always in."""
+    """Ranks of both sides overlap in part. Bug: a column counted twice, or the student's first."""
     teacher = random_logits(1, 20, 50, 6)[0]
     student = teacher + random_logits(1, 20, 50, 7, 1.0)[0]
-    found = interleaved(teacher, student, size).index
-    for row, z_t, z_s in zip(found.tolist(), teacher.tolist(), student.tolist(), strict=True):
+    supports = interleaved(teacher, student, size).index
+    for row, z_t, z_s in zip(supports.tolist(), teacher.tolist(), student.tolist(), strict=True):
         assert row == by_turns(z_t, z_s, size)
 
 
 def test_coverage_does_not_round_to_zero():
-    """fp32: a student with all but e^−20 of its mass on the support still learns of the rest."""
+    """Bug: in fp32, no gradient outside of the support if e^−20 of the student's mass lies there."""
     student = torch.tensor([[[20.0, 20.0, 0.0], [0.0, 0.0, 0.0]]]).requires_grad_()
     teacher = torch.tensor([[[20.0, 20.0, 0.0], [0.0, 0.0, 0.0]]])
     loss = tcad(student, teacher, mask=torch.tensor([[0, 1]]), support_size=2).loss

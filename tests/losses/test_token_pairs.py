@@ -1,4 +1,4 @@
-"""Matched tokens of two vocabularies, and what losses keep of a projection."""
+"""Matched tokens of two vocabularies, and maps that losses cache per projection."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ def as_dict(pairs: TokenPairs) -> dict[int, int]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_pairs_equal_the_loop(seed: int) -> None:
-    """A pair is dropped when either token lies beyond its size; what remains is in no pair."""
+    """Bug: a pair stays although one of its tokens lies beyond the size, or its token is in no list."""
     matrix = paired_matrix(40, 30, 8, seed)
     maps = plain_maps(matrix, ())
     relaxed = dict(zip(*reference.pairs_of(maps, 0.6), strict=True))
@@ -39,7 +39,7 @@ def test_pairs_equal_the_loop(seed: int) -> None:
 
 
 def test_who_wins_a_collision() -> None:
-    """Teacher 0: an exact row against a lower id of the same weight. 1: the weight. 2: the id. 3: too light."""
+    """Teacher 0: an exact row beats a lower id of equal weight. 1: the weight. 2: the id. 3: too light."""
     rows = [(0, 1.0), (1, 0.7), (2, 0.8), (0, 1.0), (1, 0.9), (2, 0.8), (3, 0.59), (4, 0.6)]
     indices = np.array([(t, 5) for t, _ in rows])
     weights = np.array([(w, 1 - w) for _, w in rows])
@@ -50,13 +50,14 @@ def test_who_wins_a_collision() -> None:
 
 
 def test_a_loser_takes_the_place_of_a_winner_beyond_the_size() -> None:
+    """Bug: collisions are decided before the vocabulary is cut."""
     indices, weights = np.array([[0], [0]]), np.ones((2, 1))
     matrix = ProjectionMatrix(indices, weights, np.array([False, True]), teacher_vocab_size=1)
     assert as_dict(TokenPairs.relaxed(matrix, 2, 1, CPU)) == {1: 0}
     assert as_dict(TokenPairs.relaxed(matrix, 1, 1, CPU)) == {0: 0}
 
 
-MADE: list[Callable[[ProjectionMatrix], object]] = [
+MAKERS: list[Callable[[ProjectionMatrix], object]] = [
     lambda matrix: TokenPairs.exact(matrix, 9, 9, CPU),
     lambda matrix: TokenPairs.relaxed(matrix, 9, 9, CPU),
     lambda matrix: SparseProjection.of(matrix, 9, 9, CPU),
@@ -66,17 +67,17 @@ MADE: list[Callable[[ProjectionMatrix], object]] = [
 
 
 def test_maps_are_made_once_as_long_as_the_matrix_lives() -> None:
-    """Catches maps of a matrix that is gone, for another one in its place in memory."""
+    """Catches cached maps of a deleted matrix, used for a new one at its address."""
 
     def matrix() -> ProjectionMatrix:
         tokens = np.arange(9)
         shared = {"student_shared_prefix": tokens.copy(), "teacher_shared_prefix": tokens.copy()}
         return ProjectionMatrix(tokens[:, None], np.ones((9, 1)), np.ones(9, bool), teacher_vocab_size=9, **shared)
 
-    one = matrix()
-    made = [make(one) for make in MADE]
-    assert all(make(one) is each for make, each in zip(MADE, made, strict=True))
-    assert len({id(each) for each in made}) == len(MADE)
-    other = matrix()
-    del one
-    assert all(make(other) is not each for make, each in zip(MADE, made, strict=True))
+    first = matrix()
+    maps = [make(first) for make in MAKERS]
+    assert all(make(first) is saved for make, saved in zip(MAKERS, maps, strict=True))
+    assert len({id(saved) for saved in maps}) == len(MAKERS)
+    second = matrix()
+    del first
+    assert all(make(second) is not saved for make, saved in zip(MAKERS, maps, strict=True))

@@ -1,4 +1,4 @@
-"""Losses with a teacher of whom the likeliest tokens alone are known (methods.md §9.1)."""
+"""Losses with a teacher that sends only its likeliest tokens (methods.md §9.1)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .plain import cost
 from .projections import spelled_matrix
 
 NAMES = ("same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "escd", "alm")
-TAKEN = {
+CASES = {
     case.name: case
     for case in cases.ALL_LOSSES
     if case.name.split("-")[0] in NAMES
@@ -35,19 +35,19 @@ TAKEN = {
 } | {"uld": next(case for case in cases.LOSSES if case.name == "uld")}
 WITH_REFERENCE = [
     name
-    for name, case in TAKEN.items()
+    for name, case in CASES.items()
     if case.loss not in (alm, escd) and "contin" not in name and "positions" not in case.options
 ]
 BOUNDED = ["same_vocab", "gold", "gold-tails", "h_kl", "strict-rest", "uld"]
-"""Each of their cells is reached by one token at most, and nothing is renormalised on some of the tokens."""
-REALISED = [case for case in cases.ALL_LOSSES if case.loss in (alm, sampled_kl, sampled_chunk_kl)]
-"""They read the probability of the token that came, and no other of the teacher's."""
+"""Each cell gets at most one token, and nothing is renormalised on some of the tokens."""
+NEXT_TOKEN_CASES = [case for case in cases.ALL_LOSSES if case.loss in (alm, sampled_kl, sampled_chunk_kl)]
+"""They read only the teacher's probability of the next token."""
 ATOL = 2e-6
-"""Log-probabilities of the teacher are fp32, to 6e-8 of up to 20."""
+"""The teacher's log-probabilities are fp32: 6e-8 of up to 20."""
 
 
 def stored(logits: Tensor, ids: Tensor, top_k: int, value_bytes: int = 4) -> SparseLogits:
-    """What a cache has of logits [B, T, W]."""
+    """Return logits [B, T, W] as a cache stores them."""
     layout = SparseLayout(top_k, logits.shape[2], value_bytes, 2)
     following = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1).flatten()
     rows = layout.encode(logits.flatten(0, 1).float().log_softmax(1), following)
@@ -60,50 +60,48 @@ def truncated(batch: cases.Batch, top_k: int, value_bytes: int = 4) -> cases.Bat
 
 
 def by_reference(case: cases.Case, batch: cases.Batch, top_k: int, num_padding: int = 0) -> tuple[Tensor, Tensor]:
-    """Mean over the units, and its gradient. num_padding: last columns of the teacher that are not tokens."""
+    """Return the mean over the units and its gradient. num_padding: the teacher's last columns that are not tokens."""
     term = TypeAdapter(LossTerm).validate_python({"type": case.loss.__name__, **case.options})
     units_of = partial(reference.units, top_k=top_k, num_tokens=batch.teacher.shape[2] - num_padding)
-    found = cost(term, batch, cases.TEACHER, units_of=units_of)
-    return found.loss / found.num_units, found.gradient / found.num_units
+    total = cost(term, batch, cases.TEACHER, units_of=units_of)
+    return total.loss / total.num_units, total.gradient / total.num_units
 
 
 def check(case: cases.Case, batch: cases.Batch, top_k: int) -> None:
     """Compare value and gradient with the reference."""
-    found = case.value_and_gradient(truncated(batch, top_k))
-    for ours, expected in zip(found, by_reference(case, batch, top_k), strict=True):
+    results = case.value_and_gradient(truncated(batch, top_k))
+    for ours, expected in zip(results, by_reference(case, batch, top_k), strict=True):
         torch.testing.assert_close(ours, expected, atol=ATOL, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", CASES)
 def test_all_tokens_are_the_live_teacher(name: str) -> None:
-    """Catches a column, an id or a probability that is stored in another's place, in value and gradient."""
-    case = TAKEN[name]
+    """Catches a column, id or probability stored in another's place."""
+    case = CASES[name]
     batch = case.batch()
-    found = case.value_and_gradient(truncated(batch, batch.teacher.shape[2]))
-    for ours, live in zip(found, case.value_and_gradient(batch), strict=True):
+    results = case.value_and_gradient(truncated(batch, batch.teacher.shape[2]))
+    for ours, live in zip(results, case.value_and_gradient(batch), strict=True):
         torch.testing.assert_close(ours, live, atol=ATOL, rtol=1e-5)
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 6])
 @pytest.mark.parametrize("name", WITH_REFERENCE)
 def test_value_and_gradient_are_those_of_the_reference(name: str, top_k: int) -> None:
-    """Catches a stored token in a wrong cell, mass that is lost or counted twice, and a rest on one side alone."""
-    check(TAKEN[name], TAKEN[name].batch(), top_k)
+    """Catches a stored token in a wrong cell, mass that is lost or counted twice, and a rest cell on one side only."""
+    check(CASES[name], CASES[name].batch(), top_k)
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "jsd", "tvd", "mixed"])
 def test_other_divergences(kind: str) -> None:
-    """Catches a divergence that makes NaN of cells which are empty on both sides."""
-    case = replace(TAKEN["gold"], options={"divergence": kind, "uncommon_weight": 0})
+    """Catches a divergence that is NaN for cells that are empty on both sides."""
+    case = replace(CASES["gold"], options={"divergence": kind, "uncommon_weight": 0})
     check(case, case.batch(), 3)
 
 
-@pytest.mark.parametrize("name", [name for name in TAKEN if name not in WITH_REFERENCE])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITH_REFERENCE])
 def test_gradient_is_that_of_the_value(name: str) -> None:
-    """Catches a rest whose gradient is lost, or is NaN in a unit of which all cells are reached. Of other losses
-    test_value_and_gradient_are_those_of_the_reference says it.
-    """
-    case, top_k = TAKEN[name], 3
+    """For losses without a reference. Catches a rest cell whose gradient is lost, or is NaN if all cells have mass."""
+    case, top_k = CASES[name], 3
     batch = case.batch(scale=1.0)
     student = batch.student.requires_grad_()
     teacher = truncated(batch, top_k).teacher
@@ -120,47 +118,50 @@ def test_gradient_is_that_of_the_value(name: str) -> None:
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 999), scale=st.floats(0.3, 6))
 def test_grows_with_the_tokens_that_are_known(name: str, seed: int, scale: float) -> None:
-    """Catches a rest that is more than a coarser view: it must never exceed the whole divergence (methods.md §9.1)."""
-    case = TAKEN[name]
+    """Catches a rest cell that is not a coarser view: it must never exceed the full divergence (methods.md §9.1)."""
+    case = CASES[name]
     batch = case.batch(seed, scale=scale)
     size = batch.teacher.shape[2]
     values = [case.run(truncated(batch, top_k)).loss.item() for top_k in range(1, size + 1)]
     slack = 1e-5 * (1 + values[-1])
-    assert all(one <= other + slack for one, other in pairwise(values))
+    assert all(fewer <= more + slack for fewer, more in pairwise(values))
     assert values[-1] == pytest.approx(case.run(batch).loss.item(), abs=slack)
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", CASES)
 def test_places_without_a_token_say_nothing(name: str) -> None:
-    """Catches a place among the likeliest that a row of a server's head takes which is no token, read as a token of
-    probability 0: `uld` compared a rank with it.
+    """A server's head can have rows that are not tokens among the likeliest. Catches `uld` reading such a place as a
+    token of probability 0.
     """
-    case = TAKEN[name]
+    case = CASES[name]
     batch = case.batch()
-    expected = truncated(batch, 3)
-    rows, layout = expected.teacher.rows, expected.teacher.layout
-    known, wider = layout.decode(rows), replace(layout, top_k=5)
-    known = replace(
-        known, ids=F.pad(known.ids, (0, 2), value=0xFFFF), log_p=F.pad(known.log_p, (0, 2), value=-torch.inf)
+    three_tokens = truncated(batch, 3)
+    rows, layout = three_tokens.teacher.rows, three_tokens.teacher.layout
+    decoded, wider = layout.decode(rows), replace(layout, top_k=5)
+    decoded = replace(
+        decoded, ids=F.pad(decoded.ids, (0, 2), value=0xFFFF), log_p=F.pad(decoded.log_p, (0, 2), value=-torch.inf)
     )
-    handed = torch.cat([wider.pack(known), rows[:, layout.row_bytes :]], 1)
+    handed = torch.cat([wider.pack(decoded), rows[:, layout.row_bytes :]], 1)
     length = batch.teacher.shape[1]
     teacher = SparseLogits(handed, wider, places_in_row([length] * len(batch.teacher), length))
-    found = case.value_and_gradient(replace(batch, teacher=teacher))
-    for ours, of_three in zip(found, case.value_and_gradient(expected), strict=True):
-        torch.testing.assert_close(ours, of_three, atol=ATOL, rtol=1e-5)
+    results = case.value_and_gradient(replace(batch, teacher=teacher))
+    for ours, expected_result in zip(results, case.value_and_gradient(three_tokens), strict=True):
+        torch.testing.assert_close(ours, expected_result, atol=ATOL, rtol=1e-5)
 
 
 def served(logits: Tensor, ids: Tensor, top_k: int, vocab_size: int) -> SparseLogits:
-    """A server's answer, whose head [B, T, ≥ W] has rows beyond the W tokens."""
+    """Return a server's answer; its head [B, T, ≥ W] has rows beyond the W tokens."""
     layout, sequences = SparseLayout(top_k, vocab_size, 4, 2), []
-    for log_q, own in zip(logits.log_softmax(2), ids, strict=True):
+    for log_q, sequence_ids in zip(logits.log_softmax(2), ids, strict=True):
         top = log_q.topk(top_k, dim=1)
-        realised = log_q[:-1].gather(1, own[1:, None].long()).flatten()
+        realised = log_q[:-1].gather(1, sequence_ids[1:, None].long()).flatten()
         answer = PromptLogprobs(
-            realised.tolist(), [top_k] * len(own), top.indices.flatten().tolist(), top.values.flatten().tolist()
+            realised.tolist(),
+            [top_k] * len(sequence_ids),
+            top.indices.flatten().tolist(),
+            top.values.flatten().tolist(),
         )
-        sequences.append(torch.from_numpy(encoded_rows(answer, own.numpy(), layout)))
+        sequences.append(torch.from_numpy(encoded_rows(answer, sequence_ids.numpy(), layout)))
     following = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1).flatten().int()
     rows = torch.cat([torch.cat(sequences), following.view(torch.uint8).view(-1, 4)[:, :2]], 1)
     return SparseLogits(rows, layout, places_in_row([logits.shape[1]] * len(logits), logits.shape[1]))
@@ -170,21 +171,19 @@ def served(logits: Tensor, ids: Tensor, top_k: int, vocab_size: int) -> SparseLo
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 999), padding=st.integers(1, 4), top_k=st.integers(1, 7))
 def test_places_that_are_not_tokens_have_no_rank(name: str, seed: int, padding: int, top_k: int) -> None:
-    """Catches the next token, of a rank that is not known, in the place of a padding row among the likeliest: `uld`
-    said 0.3 for 0.
-    """
-    case = TAKEN[name]
+    """Catches the next token, whose rank is unknown, at the rank of a padding row: `uld` is 0.3 too large."""
+    case = CASES[name]
     batch = case.batch(seed)
     columns = cases.random_logits(*batch.teacher.shape[:2], padding, seed + 2)
     wider = replace(batch, teacher=torch.cat([batch.teacher, columns], 2))
     teacher = served(wider.teacher, wider.teacher_ids, top_k, batch.teacher.shape[2])
-    # A rest below 2⁻²⁰ is not known (methods.md (13.3)); t log(t/s) of it is 3e-5 at most.
+    # A rest below 2⁻²⁰ is unknown (methods.md (13.3)); its t log(t/s) is 3e-5 at most.
     expected, _ = by_reference(case, wider, top_k, padding)
     assert case.run(replace(batch, teacher=teacher)).loss.item() == pytest.approx(expected.item(), abs=3e-5, rel=1e-5)
 
 
 def test_three_bytes_are_near_four() -> None:
-    """Catches a byte of a log-probability that is dropped at the wrong end: the error is 2⁻¹⁶ of it at most."""
+    """Catches the wrong byte of a log-probability dropped: the error is 2⁻¹⁶ of it at most."""
     batch = cases.one_tokenizer(width=8)
     rows = torch.arange(14)
     exact, near = (stored(batch.teacher, batch.teacher_ids, 5, size).known(rows) for size in (4, 3))
@@ -195,23 +194,23 @@ def test_three_bytes_are_near_four() -> None:
 
 
 def test_rows_say_what_they_were_made_of() -> None:
-    """Catches a rest that holds the token which came next, an entropy of the known tokens alone, and ids above 2¹⁶."""
+    """Catches a rest that includes the next token, an entropy of only the stored tokens, and ids above 2¹⁶."""
     generator = torch.Generator().manual_seed(0)
     log_p = torch.randn(4, 70_000, generator=generator).mul(5).log_softmax(1)
     following = torch.tensor([69_999, 3, -1, int(log_p[3].argmax())])
     layout = SparseLayout(64, 70_000, 3, 3)
     assert layout.handed_bytes == 399  # the limit is 400
-    known = layout.decode(layout.encode(log_p, following))
+    decoded = layout.decode(layout.encode(log_p, following))
     for i, token in enumerate(following.tolist()):
-        kept = {*known.ids[i].tolist()} | ({token} if token >= 0 else set())
-        others = [j for j in range(70_000) if j not in kept]
-        assert known.log_rest[i].item() == pytest.approx(log_p[i][others].double().logsumexp(0).item(), abs=1e-5)
-        assert known.log_p_next[i].item() == (log_p[i, token].item() if token >= 0 else 0)
-        assert known.entropy[i].item() == pytest.approx(-(log_p[i].exp() * log_p[i]).double().sum().item(), rel=1e-4)
+        stored_ids = {*decoded.ids[i].tolist()} | ({token} if token >= 0 else set())
+        rest_ids = [j for j in range(70_000) if j not in stored_ids]
+        assert decoded.log_rest[i].item() == pytest.approx(log_p[i][rest_ids].double().logsumexp(0).item(), abs=1e-5)
+        assert decoded.log_p_next[i].item() == (log_p[i, token].item() if token >= 0 else 0)
+        assert decoded.entropy[i].item() == pytest.approx(-(log_p[i].exp() * log_p[i]).double().sum().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("name", "options", "message"),
     [
         ("same_vocab", {"temperature": 2.0}, "temperature=2"),
         ("gold", {"temperature": 2.0}, "temperature=2"),
@@ -221,34 +220,34 @@ def test_rows_say_what_they_were_made_of() -> None:
         ("uld", {"compat": "trl"}, "merge=observed"),
     ],
 )
-def test_what_needs_the_whole_distribution_is_refused(name: str, options: dict, says: str) -> None:
-    """Catches a setting that is computed of part of a distribution as if that were all."""
-    case = TAKEN[name]
-    with pytest.raises(ConfigError, match=says):
+def test_what_needs_the_whole_distribution_is_refused(name: str, options: dict, message: str) -> None:
+    """Catches a setting computed on part of a distribution as if it were complete."""
+    case = CASES[name]
+    with pytest.raises(ConfigError, match=message):
         case.run(truncated(case.batch(), 3), **options)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
-@pytest.mark.parametrize("case", REALISED, ids=str)
+@pytest.mark.parametrize("case", NEXT_TOKEN_CASES, ids=str)
 def test_what_reads_the_next_token_alone_is_the_live_teacher(case: cases.Case, top_k: int) -> None:
-    """Catches a probability of the token that came which is taken for one of the rest, or read at another position."""
+    """Catches a next token's probability that is counted in a rest cell, or read at another position."""
     batch = case.batch()
-    found = case.value_and_gradient(truncated(batch, top_k))
-    for ours, live in zip(found, case.value_and_gradient(batch), strict=True):
+    results = case.value_and_gradient(truncated(batch, top_k))
+    for ours, live in zip(results, case.value_and_gradient(batch), strict=True):
         torch.testing.assert_close(ours, live, atol=ATOL, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_to_compare(name: str) -> None:
-    """Catches rows of no token that cannot be decoded, in a microbatch without units."""
-    case = TAKEN[name]
+    """Catches rows without a token that cannot be decoded, in a microbatch without units."""
+    case = CASES[name]
     assert case.run(truncated(case.batch(), 3).without_chunks()).loss.item() == 0
 
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_chunks_of_one_token_alone(length: int) -> None:
-    """Catches a block without a chain of several teacher tokens, of which `byte_prefix` reads no row."""
-    case = TAKEN["byte_prefix"]
+    """Catches a block without a chain of several teacher tokens; `byte_prefix` reads no row for it."""
+    case = CASES["byte_prefix"]
     batch = case.batch()
     chunks = torch.full_like(batch.student_chunk_id, -1), torch.full_like(batch.teacher_chunk_id, -1)
     for side in chunks:
@@ -258,16 +257,14 @@ def test_chunks_of_one_token_alone(length: int) -> None:
 
 
 def test_losses_of_other_kinds_refuse() -> None:
-    """Catches a loss that reads the further column as a token."""
-    for case in (case for case in cases.LOSSES if case.loss.__name__ == "tcad"):
-        with pytest.raises(ConfigError, match="whole distribution"):
-            case.run(truncated(case.batch(), 3))
+    """Catches a loss that reads the rest column as a token."""
+    case = next(case for case in cases.LOSSES if case.name == "tcad")
+    with pytest.raises(ConfigError, match="whole distribution"):
+        case.run(truncated(case.batch(), 3))
 
 
 def test_the_rest_is_left_out_where_all_that_the_student_has_is_reached() -> None:
-    """Catches the cell of a realised token that other units alone have, taken for a place of the rest: the value was
-    6.8e37.
-    """
+    """Catches a cell that only other units have, used as this unit's rest cell: the value was 6.8e37."""
     pieces = [b"a", b"ab", b"b", b"ba"]
     matrix = spelled_matrix([], 2, pieces, [[0], [0], [1], [1]])
     student = torch.tensor([[[0.3, -0.4], [0.0, 0.0]]], requires_grad=True)
@@ -283,5 +280,5 @@ def test_the_rest_is_left_out_where_all_that_the_student_has_is_reached() -> Non
         student_chunk_id=chunks,
         teacher_chunk_id=chunks,
     ).loss
-    p, known = student.detach()[0, 0].softmax(0), q[[0, 2]] / 0.8
-    assert loss.item() == pytest.approx((known * (known / p).log()).sum().item(), rel=1e-5)
+    p, teacher_share = student.detach()[0, 0].softmax(0), q[[0, 2]] / 0.8
+    assert loss.item() == pytest.approx((teacher_share * (teacher_share / p).log()).sum().item(), rel=1e-5)

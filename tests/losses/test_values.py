@@ -1,4 +1,4 @@
-"""Losses and their gradients against tests/reference, and where nothing but one value is right."""
+"""Losses and their gradients against tests/reference, and in cases with one right value."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -77,7 +77,7 @@ WITHOUT: list[tuple[type, dict[str, Any]]] = [
 
 
 def run(term: LossTerm, batch: Batch, **more: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Loss, gradient and metric of a loss with these settings."""
+    """Return loss, gradient and metric with these settings."""
     function = getattr(losses, term.type)
     case = Case(term.type, function, term.model_dump(exclude=NOT_ARGUMENTS) | more, term.type not in ("alm", "uld"))
     student = batch.student.detach().requires_grad_()
@@ -86,7 +86,7 @@ def run(term: LossTerm, batch: Batch, **more: Any) -> tuple[torch.Tensor, torch.
 
 
 def check(term: LossTerm, batch: Batch) -> None:
-    """Compare with the reference: plainly, and in blocks with columns that are no tokens and the likeliest."""
+    """Compare with the reference: as is, and in blocks with likely columns that are not tokens."""
     expected = cost(term, batch, TEACHER)
     assert expected.num_units > 1
     divisor = 2 if term.type == "tcad" else expected.num_units
@@ -103,7 +103,7 @@ def check(term: LossTerm, batch: Batch) -> None:
 
 
 def batch_of(term: LossTerm) -> Batch:
-    """With teacher logits far above all others in rows that the loss does not read."""
+    """Make teacher logits that are much larger in rows the loss does not read."""
     if isinstance(term, SameVocabTerm | TCADTerm):
         return one_tokenizer(width=11)
     batch = two_tokenizers()
@@ -121,19 +121,20 @@ def batch_of(term: LossTerm) -> Batch:
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 @pytest.mark.parametrize(("term", "settings"), WITH_DIVERGENCE, ids=str)
 def test_with_every_divergence(term: type, settings: dict[str, Any], kind: str, weights: dict[str, float]) -> None:
-    """Catches a predictor of another token, a temperature or τ² on one summand, columns that are not tokens, a rest, a
-    tail or a normaliser of other tokens, and a closed form of the gradient that is another value's.
+    """Catches the predictor of another token, a temperature or τ² on one summand only, columns that are not tokens,
+    wrong tokens in a rest cell, tail or normaliser, and a closed-form gradient of another value.
     """
-    made = term(**settings, divergence=kind, **weights)
-    check(made, batch_of(made))
+    loss_term = term(**settings, divergence=kind, **weights)
+    check(loss_term, batch_of(loss_term))
 
 
 @pytest.mark.parametrize(("term", "settings"), WITHOUT, ids=str)
 def test_without_a_divergence(term: type, settings: dict[str, Any]) -> None:
-    made = term(**settings)
-    check(made, batch_of(made))
+    """Catches the same for ALM and ULD."""
+    loss_term = term(**settings)
+    check(loss_term, batch_of(loss_term))
     if term is ULDTerm:
-        check(made, narrowed(two_tokenizers(), every_teacher_token()))
+        check(loss_term, narrowed(two_tokenizers(), every_teacher_token()))
 
 
 def every_student_token() -> ProjectionMatrix:
@@ -160,7 +161,7 @@ REACHED = (
     [4, 6, 7, 0, 2, 1, 3, 8, 5, 1, 1],
     [4, 6, 7, 0, 2, 1, 3, -1, 5, 1, 1],
 )
-"""The teacher has no rest; neither has one; and the student's rest is one token, which can be the realised one."""
+"""No rest for the teacher; none for both; and a rest of the student with one token, which can be the realised one."""
 ONE_SIDED = [
     *((GoldTerm(), make()) for make in (every_student_token, every_teacher_token)),
     *((StrictTerm(normalization="rest"), make()) for make in (every_student_token, every_teacher_token)),
@@ -174,7 +175,7 @@ ONE_SIDED = [
 def test_a_rest_of_one_side_is_dropped(
     term: LossTerm, projection: ProjectionMatrix, kind: str, weights: dict[str, float]
 ) -> None:
-    """Kept, the cell is infinite for some divergence and direction."""
+    """Bug: the cell is kept, which is infinite for some divergence and direction."""
     batch = replace(two_tokenizers(), projection=projection)
     if len(projection.shared_pairs) == 5 and projection.student_shared_prefix is None:
         batch = narrowed(batch, projection)
@@ -190,11 +191,12 @@ SPELLED = replace(
 
 @pytest.mark.parametrize("pieces", ["spelling", "longest_prefix"])
 def test_pieces_choose_the_maps(pieces: Any) -> None:
+    """Bug: the maps of the other kind of pieces."""
     check(SharedPrefixTerm(pieces=pieces), replace(two_tokenizers(), projection=SPELLED))
 
 
 def test_a_shared_token_beyond_a_smaller_vocabulary_is_no_cell() -> None:
-    """The teacher's token 8 is the only one of cell 4; kept, the teacher would give it probability 0."""
+    """Only the teacher's token 8 is in cell 4. Bug: the cell is kept, with probability 0."""
     batch = two_tokenizers()
     batch = batch.with_logits(batch.student, batch.teacher[..., :8])
     without = [-1 if cell == 4 else cell for cell in STUDENT_CELLS]
@@ -207,14 +209,16 @@ def test_a_shared_token_beyond_a_smaller_vocabulary_is_no_cell() -> None:
 
 @pytest.mark.parametrize("term", [PKLTerm(), GoldTerm(), HKLTerm()], ids=lambda term: term.type)
 def test_a_given_size_drops_what_lies_beyond_it(term: LossTerm) -> None:
-    """A head narrower than its tokenizer is the user's choice; entries beyond it are mass that is not covered."""
+    """A head narrower than its tokenizer is the user's choice. Bug: an error, or entries beyond it that count as
+    covered.
+    """
     batch = two_tokenizers()
     check(term, batch.with_logits(batch.student[..., :7], batch.teacher[..., :8]))
 
 
 @pytest.mark.parametrize("term", [PKLTerm, GoldTerm, HKLTerm, StrictTerm, SharedPrefixTerm, ULDTerm])
 def test_extreme_logits_have_the_right_value(term: type) -> None:
-    """Finite but wrong is what a floor of ε gives, and 1 − Σ of the pairs has no digit left for a rest of e^−300."""
+    """Bug: a floor of ε, or 1 − Σ of the pairs, which has no digit left for a rest of e^−300."""
     batch = two_tokenizers()
     batch = batch.with_logits(150 * batch.student.sign(), 150 * batch.teacher.sign())
     pairs = pair().shared_pairs
@@ -232,9 +236,9 @@ WITH_REST = {
 
 @pytest.mark.parametrize("case", [case for case in LOSSES if case.name in WITH_REST], ids=str)
 def test_forbidden_tokens_are_finite(case: Case) -> None:
-    """Log-sum-exp of −inf alone has a NaN gradient: of all that are in no pair, and of one at all of its positions."""
-    for known, columns in ((4, slice(4, None)), (None, slice(0, 1))):
-        batch = replace(one_tokenizer(), projection=identity(8, known))
+    """Bug: log-sum-exp of only −inf has a NaN gradient, for all unpaired tokens or for one token at all positions."""
+    for num_known, columns in ((4, slice(4, None)), (None, slice(0, 1))):
+        batch = replace(one_tokenizer(), projection=identity(8, num_known))
         batch.student_chunk_id[0] = batch.teacher_chunk_id[0] = torch.arange(7) // 2
         batch.student[..., columns] = -torch.inf
         loss, gradient = case.value_and_gradient(batch.with_logits(batch.student, 0.9 * batch.student))
@@ -245,7 +249,9 @@ def test_forbidden_tokens_are_finite(case: Case) -> None:
 
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
 def test_vocab_topk_is_bounded_by_all_columns_and_equal_at_their_number(kind: str, weights: dict[str, float]) -> None:
-    """Fewer cells are a coarser view of the same two distributions; float64 rounds 1e-16 of the value."""
+    """Fewer cells are a coarser view of the same distributions; float64 rounds by 1e-16. Bug: wrong columns or rest
+    cell.
+    """
     batch, num_columns = two_tokenizers(), len(set(pair().indices.flatten().tolist()) - {-1})
     values = [
         run(PKLTerm(vocab_topk=k, divergence=kind, **weights), batch)[0].item()
@@ -256,7 +262,7 @@ def test_vocab_topk_is_bounded_by_all_columns_and_equal_at_their_number(kind: st
 
 
 def test_uld_of_the_same_probabilities_is_exactly_zero() -> None:
-    """Whatever tokens have them; ties, of which bf16 logits have many, are no difference either."""
+    """For any tokens. Bug: ties, which bf16 logits have many of, count as differences."""
     batch = one_tokenizer().to(torch.bfloat16)
     for teacher in (batch.student, torch.nn.functional.pad(batch.student, (0, 2), value=-torch.inf)):
         loss, gradient, _ = run(ULDTerm(temperature=0.7), batch.with_logits(batch.student, teacher))
@@ -269,7 +275,7 @@ def test_uld_of_the_same_probabilities_is_exactly_zero() -> None:
 
 
 def test_byte_prefix_of_a_certain_continuation_leaves_what_the_others_had() -> None:
-    """R = 1 − e^−300: u(φ(y_1)) keeps e^−300 of q(y_1), and the reverse KL says so."""
+    """R = 1 − e^−300. Bug: u(φ(y_1)) rounds to 0 and loses e^−300 of q(y_1), which the reverse KL sees."""
     batch = two_tokenizers().to(torch.float32)
     teacher = torch.zeros_like(batch.teacher)
     teacher.scatter_(2, batch.teacher_ids.roll(-1, 1).unsqueeze(2), 300.0)
@@ -278,6 +284,7 @@ def test_byte_prefix_of_a_certain_continuation_leaves_what_the_others_had() -> N
 
 
 def test_strict_without_an_exact_pair_stays_connected() -> None:
+    """Bug: a batch without units has no gradient."""
     batch = two_tokenizers()
     loss, gradient, kd = run(StrictTerm(), replace(batch, student_ids=torch.full_like(batch.student_ids, 4)))
     assert (loss.item(), kd.count) == (0, 0)

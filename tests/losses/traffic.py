@@ -1,4 +1,4 @@
-"""Losses at the size of real models, on a pretended GPU that knows shapes only: prints what each asks for, as JSON.
+"""Losses in the sizes of real models on a pretended GPU that knows only shapes: prints their kernels and bytes as JSON.
 
 uv run python -m tests.losses.traffic
 uv run python -m tests.losses.traffic --by-part    # kernels and gigabytes by operation, most bytes first
@@ -21,9 +21,9 @@ from tests.losses.real_sizes import PLANS, TOGETHER, Sides, longer_tokens
 from tests.pretend_gpu import DEVICE, Work, counted
 
 POSITIONS, AT_A_TIME = 2048, 8192
-"""Of each loss, and of a microbatch of the production recipes."""
+"""Positions for each loss, and in a microbatch of the production recipes."""
 MEMORY = 80 * 2**30
-"""Of the device."""
+"""Bytes of the device's memory."""
 
 
 def sides_of(positions: int) -> Sides:
@@ -33,10 +33,10 @@ def sides_of(positions: int) -> Sides:
     return sides
 
 
-def found(work: Work, sides: Sides, *names: str) -> Work:
-    """Forward and backward as a worker calls them, in a second call: what is made once was made in the first.
+def second_call(work: Work, sides: Sides, *names: str) -> Work:
+    """Count forward and backward as a worker calls them, in the second call, after caches are filled.
 
-    Leaves have no gradient before: FSDP2 takes that of a microbatch away.
+    Leaves start without a gradient, because FSDP2 removes it after each microbatch.
     """
     for _ in range(2):
         work.clear()
@@ -46,17 +46,17 @@ def found(work: Work, sides: Sides, *names: str) -> Work:
     return work
 
 
-def asked(work: Work, sides: Sides, *names: str) -> dict[str, Any]:
-    """Return what these losses together ask for, with the bytes of all but products."""
-    elementwise = sum(kernel.num_bytes for kernel in found(work, sides, *names).kernels if not kernel.flops)
+def measure(work: Work, sides: Sides, *names: str) -> dict[str, Any]:
+    """Return the work of these losses together, and the bytes outside of products."""
+    elementwise = sum(kernel.num_bytes for kernel in second_call(work, sides, *names).kernels if not kernel.flops)
     return work.taken() | {"positions": sides.ids.numel(), "elementwise": elementwise}
 
 
-def of_positions(work: Work) -> dict[str, Any]:
-    """Return what targets at all positions ask for, and the products with the teacher's head, by `ends`."""
+def measure_positions(work: Work) -> dict[str, Any]:
+    """Return the work of targets at all positions, and of the products with the teacher's head, keyed by `ends`."""
     sides = longer_tokens(POSITIONS, partial(torch.empty, dtype=torch.bfloat16), DEVICE)
     sides.student.block_bytes = block_bytes("cuda", MEMORY)
-    found: dict[str, Any] = {}
+    by_ends: dict[str, Any] = {}
     for ends in ("starts", "drop", "rest", "cover"):
         settings = {} if ends == "starts" else {"positions": "all", "ends": ends}
         for _ in range(2):
@@ -65,8 +65,8 @@ def of_positions(work: Work) -> dict[str, Any]:
                 leaf.grad = None
             backward(compute_together([sides.plan(**settings)]).loss)
         elementwise = sum(kernel.num_bytes for kernel in work.kernels if kernel.name not in ("mm", "addmm"))
-        found[ends] = work.taken() | {"elementwise": elementwise, "product": sides.product}
-    return found
+        by_ends[ends] = work.taken() | {"elementwise": elementwise, "product": sides.product}
+    return by_ends
 
 
 def by_part(work: Work) -> str:
@@ -82,16 +82,16 @@ def by_part(work: Work) -> str:
 def main() -> dict[str, Any]:
     with counted(has_values=False) as work:
         sides = sides_of(POSITIONS)
-        alone = {name: asked(work, sides, name) for name in PLANS}
-        together, at_a_time = (asked(work, each, *TOGETHER) for each in (sides, sides_of(AT_A_TIME)))
-        return alone | {"together": together, "at a time": at_a_time, "positions": of_positions(work)}
+        alone = {name: measure(work, sides, name) for name in PLANS}
+        together, at_a_time = (measure(work, microbatch, *TOGETHER) for microbatch in (sides, sides_of(AT_A_TIME)))
+        return alone | {"together": together, "at a time": at_a_time, "positions": measure_positions(work)}
 
 
 def print_parts() -> None:
     with counted(has_values=False) as work:
         sides = sides_of(POSITIONS)
         for names in (TOGETHER, *((name,) for name in PLANS)):
-            print(f"{', '.join(names)}\n{by_part(found(work, sides, *names))}\n")
+            print(f"{', '.join(names)}\n{by_part(second_call(work, sides, *names))}\n")
 
 
 if __name__ == "__main__":
