@@ -20,7 +20,8 @@ TAU = 1.7
 KINDS = [kind for kind in cases.KINDS if kind[0] != "tvd"]
 Pairs = tuple[list[int], list[int]]
 PAIRS: dict[Callable[..., Any], Pairs] = {
-    loss: reference.pairs_of(plain_maps(pair(), TEACHER), least) for loss, least in ((gold, math.inf), (h_kl, 0.6))
+    loss: reference.pairs_of(plain_maps(pair(), TEACHER), min_weight)
+    for loss, min_weight in ((gold, math.inf), (h_kl, 0.6))
 }
 
 
@@ -43,7 +44,7 @@ def divergence(log_t: Tensor, log_s: Tensor, kind: str, **weights: float) -> Ten
 
 def common_and_tails(log_t: Tensor, log_s: Tensor, pairs: Pairs, num_ranks: int, kind: str, **weights: float) -> tuple:
     student_columns, teacher_columns = pairs
-    tails = reference.rest(log_t, teacher_columns).exp(), reference.rest(log_s, student_columns).exp()
+    tails = reference.outside(log_t, teacher_columns).exp(), reference.outside(log_s, student_columns).exp()
     return divergence(log_t[teacher_columns], log_s[student_columns], kind, **weights), reference.sorted_l1(
         *tails, num_ranks
     )

@@ -84,7 +84,7 @@ def dense_h_kl(learned: LearnedProjection, delta: Tensor, student: Tensor, tau: 
             torch.cat([mass, 1 - mass.sum(0, keepdim=True)]).log()
             for mass in (q[teacher_columns], p[student_columns] * shares)
         )
-        tails = reference.sorted_l1(reference.rest(q, teacher_columns), reference.rest(p, student_columns), V + W)
+        tails = reference.sorted_l1(reference.outside(q, teacher_columns), reference.outside(p, student_columns), V + W)
         total = total + reference.divergence(term, *cells) + tails
     return tau**2 * total / len(UNITS)
 

@@ -1,9 +1,10 @@
-"""What one sequence costs by each loss of methods.md §3–§11: plain loops; autograd does the gradient.
+"""Losses of methods.md §3–§11 for a single sequence, in plain loops; autograd computes the gradient.
 
-A term is a dict of its settings. A sequence is one dict as the student sees it and one as a teacher does: its `ids` and
-which of them are `scored`, the logits z [S, V] or w [T, W], and `chunks`: of the tokens on both sides, −1 being none. A
-teacher with the student's tokenizer has a chunk for each scored token. A chunk has tokens x and y, and the rows of
-logits z and w that predict them. maps: those of §2, and the columns `kept` by vocab_topk of p_kl, if any.
+A term is a dict of its settings. A sequence is a dict for the student, `text`, and a dict for each teacher: `ids`,
+which of them are `scored`, the logits z [S, V] or w [T, W], and `chunks`, the chunk of each token on both sides (−1:
+none). A teacher with the student's tokenizer has a chunk for each scored token. A chunk has the student's tokens x and
+the teacher's y, and the rows of logits z and w that predict them; `ours` and `theirs` are the student's and the
+teacher's positions or columns. maps: the maps of §2, and the columns `kept` by p_kl's vocab_topk.
 """
 
 import math
@@ -16,33 +17,33 @@ from torch.nn.functional import pad
 
 Dict = dict[str, Any]
 Unit = tuple[Tensor, Tensor]
-"""What is trained on, and what is reported of it; both times τ²."""
+"""A unit's loss, and its reported value, which has no gradient; both times τ²."""
 
 
-def units(term: Dict, one: Dict, own: Dict, maps: Dict) -> list[Unit]:
-    """Of one sequence; for tcad its tokens."""
+def units(term: Dict, text: Dict, teacher: Dict, maps: Dict) -> list[Unit]:
+    """Return the units of a sequence; for tcad, its tokens."""
     if term["type"] == "sampled_kl":
-        return list(sampled_kl(term, one, own)) if one["sampled"] else []
-    values = [chunk_loss(term, maps, *chunk) for _, *chunk in aligned(one, own)]
+        return list(sampled_kl(term, text, teacher)) if text["sampled"] else []
+    values = [chunk_loss(term, maps, *chunk) for _, *chunk in aligned(text, teacher)]
     return [(value, value.detach()) for value in values if value is not None]
 
 
-def aligned(one: Dict, own: Dict) -> Iterator[tuple[list[int], list[int], list[int], Tensor, Tensor]]:
-    """Chunks that are compared, but those that hold token 0 of a side: the student's positions, x, y, z and w."""
-    for c in range(min(own["stop"], 1 + max(own["chunks"][0]))):
-        ours, theirs = ([i for i, chunk in enumerate(side) if chunk == c] for side in own["chunks"])
+def aligned(text: Dict, teacher: Dict) -> Iterator[tuple[list[int], list[int], list[int], Tensor, Tensor]]:
+    """Yield the student's positions, x, y, z and w of each chunk without token 0 of a side."""
+    for c in range(min(teacher["stop"], 1 + max(teacher["chunks"][0]))):
+        ours, theirs = ([i for i, chunk in enumerate(side) if chunk == c] for side in teacher["chunks"])
         if ours and theirs and 0 not in (ours[0], theirs[0]):
-            (z, x), (w, y) = predicted(one["z"], one["ids"], ours), predicted(own["w"], own["ids"], theirs)
+            (z, x), (w, y) = predicted(text["z"], text["ids"], ours), predicted(teacher["w"], teacher["ids"], theirs)
             yield ours, x, y, z, w
 
 
 def predicted(logits: Tensor, ids: list[int], positions: list[int]) -> tuple[Tensor, list[int]]:
-    """The rows that predict the tokens at these positions, and the tokens."""
+    """Return the rows that predict the tokens at these positions, and the tokens."""
     return logits[[i - 1 for i in positions]], [ids[i] for i in positions]
 
 
 def likelihood(rows: Tensor, ids: list[int]) -> Tensor:
-    """Its logarithm, of all tokens together."""
+    """Log-likelihood of all tokens together."""
     return rows.log_softmax(1)[range(len(ids)), ids].sum()
 
 
@@ -51,17 +52,17 @@ def scored(side: Dict) -> list[int]:
     return [i for i in range(1, len(side["ids"])) if side["scored"][i]]
 
 
-def pairs_of(maps: Dict, least: float = math.inf) -> tuple[list[int], list[int]]:
-    """Student's and teacher's tokens, one to one: exact pairs go first, then rows of weight ≥ least, heaviest first."""
+def pairs_of(maps: Dict, min_weight: float = math.inf) -> tuple[list[int], list[int]]:
+    """Pair student and teacher tokens: exact pairs first, then rows with a weight ≥ min_weight, heaviest first."""
     weight, target = maps["R"].max(1)
-    rows = [s for s in range(len(weight)) if maps["exact"][s] or weight[s] >= least]
+    rows = [s for s in range(len(weight)) if maps["exact"][s] or weight[s] >= min_weight]
     owner: dict[int, int] = {}
     for s in sorted(rows, key=lambda s: (not maps["exact"][s], -weight[s], s)):
         owner.setdefault(int(target[s]), s)
     return [owner[t] for t in sorted(owner)], sorted(owner)
 
 
-# --- §3: log t and log s of the cells
+# --- §3: divergences; log t and log s are the cells of teacher and student
 
 
 def divergence(term: Dict, log_t: Tensor, log_s: Tensor) -> Tensor:
@@ -75,30 +76,30 @@ def divergence(term: Dict, log_t: Tensor, log_s: Tensor) -> Tensor:
     return share * (t * (log_t - log_s)).sum() + (1 - share) * (s * (log_s - log_t)).sum()
 
 
-def on_cells(log_q: Tensor, other: list[int], log_p: Tensor, ours: list[int], how: str) -> tuple[Tensor, Tensor]:
-    """These columns of both sides: with a rest cell (rest), renormalised (support), or as they are (full)."""
-    q, p = log_q[other], log_p[ours]
+def on_cells(log_q: Tensor, theirs: list[int], log_p: Tensor, ours: list[int], how: str) -> tuple[Tensor, Tensor]:
+    """Restrict both sides to these columns: with a rest cell (rest), renormalised (support), or unchanged (full)."""
+    q, p = log_q[theirs], log_p[ours]
     if how == "rest":
-        return with_rest(q, rest(log_q, other), p, rest(log_p, ours))
+        return with_rest(q, outside(log_q, theirs), p, outside(log_p, ours))
     return (q.log_softmax(0), p.log_softmax(0)) if how == "support" else (q, p)
 
 
 def with_rest(log_t: Tensor, rest_t: Tensor, log_s: Tensor, rest_s: Tensor) -> tuple[Tensor, Tensor]:
-    """A cell for the rest of each side; without it, and renormalised, where one side can have none."""
+    """Add a rest cell to both sides; renormalise without it if a side has no other columns."""
     if not (len(rest_t) and len(rest_s)):
         return log_t.log_softmax(0), log_s.log_softmax(0)
     return torch.cat([log_t, rest_t.logsumexp(0)[None]]), torch.cat([log_s, rest_s.logsumexp(0)[None]])
 
 
-def rest(log_p: Tensor, taken: list[int]) -> Tensor:
-    return log_p[sorted(set(range(len(log_p))) - set(taken))]
+def outside(log_p: Tensor, columns: list[int]) -> Tensor:
+    return log_p[sorted(set(range(len(log_p))) - set(columns))]
 
 
 def top(values: Tensor, k: int) -> list[int]:
     return values.detach().sort(descending=True, stable=True).indices[:k].tolist()
 
 
-# --- §4, §5 and §10, TCAD: one chunk → its loss; None where it is no unit
+# --- §4, §5 and §10, TCAD: the loss of a chunk, or None if it is not a unit
 
 
 def chunk_loss(term: Dict, maps: Dict, x: list[int], y: list[int], z: Tensor, w: Tensor) -> Tensor | None:
@@ -142,14 +143,14 @@ def p_kl(term: Dict, maps: Dict, log_q: Tensor, log_p: Tensor) -> Tensor:
     covered = maps["R"].any(0).nonzero().flatten().tolist()
     log_projected = (log_p.exp() @ maps["R"][:, covered]).log()
     q, p = log_q[covered].log_softmax(0), log_projected.log_softmax(0)
-    kept = [covered.index(t) for t in maps["kept"] or covered]
-    return divergence(term, *on_cells(q, kept, p, kept, "rest")) - term["coverage_coef"] * log_projected.logsumexp(0)
+    cells = [covered.index(t) for t in maps["kept"] or covered]
+    return divergence(term, *on_cells(q, cells, p, cells, "rest")) - term["coverage_coef"] * log_projected.logsumexp(0)
 
 
 def gold(term: Dict, maps: Dict, log_q: Tensor, log_p: Tensor) -> Tensor:
-    ours, other = pairs_of(maps, 0.6 if term["type"] == "h_kl" else math.inf)
-    cells = on_cells(log_q, other, log_p, ours, "full" if term["merge"] == "observed" else "rest")
-    tails = sorted_l1(rest(log_q, other).exp(), rest(log_p, ours).exp(), term["uncommon_topk"])
+    ours, theirs = pairs_of(maps, 0.6 if term["type"] == "h_kl" else math.inf)
+    cells = on_cells(log_q, theirs, log_p, ours, "full" if term["merge"] == "observed" else "rest")
+    tails = sorted_l1(outside(log_q, theirs).exp(), outside(log_p, ours).exp(), term["uncommon_topk"])
     return term["common_weight"] * divergence(term, *cells) + term["uncommon_weight"] * tails
 
 
@@ -163,19 +164,21 @@ def sorted_l1(q: Tensor, p: Tensor, k: int) -> Tensor:
 
 
 def strict(term: Dict, maps: Dict, log_q: Tensor, log_p: Tensor) -> Tensor:
-    ours, other = pairs_of(maps)
-    taken = top(log_p[ours], term["top_k"] or len(ours))
-    ours, other = [ours[i] for i in taken], [other[i] for i in taken]
-    return divergence(term, *on_cells(log_q, other, log_p, ours, term["normalization"]))
+    ours, theirs = pairs_of(maps)
+    likeliest = top(log_p[ours], term["top_k"] or len(ours))
+    ours, theirs = [ours[i] for i in likeliest], [theirs[i] for i in likeliest]
+    return divergence(term, *on_cells(log_q, theirs, log_p, ours, term["normalization"]))
 
 
 def byte_prefix(term: Dict, maps: Dict, log_q: Tensor, log_p: Tensor, x: list[int], y: list[int], q: Tensor) -> Tensor:
-    u, cells, others = byte_cells(maps, q, x, y, len(log_p))
-    return divergence(term, *with_rest(u[cells].log(), unmapped(log_q, maps["phi"]), log_p[cells], log_p[others]))
+    u, cells, rest_cells = byte_cells(maps, q, x, y, len(log_p))
+    return divergence(term, *with_rest(u[cells].log(), unmapped(log_q, maps["phi"]), log_p[cells], log_p[rest_cells]))
 
 
 def byte_cells(maps: Dict, q: Tensor, x: list[int], y: list[int], size: int) -> tuple[Tensor, list[int], list[int]]:
-    """u of all student tokens, those that are cells, and those of the rest cell. q: by position of the chunk."""
+    """Return u of all student tokens, the tokens that are cells, and the tokens of their rest cell. q [chunk length,
+    W].
+    """
     phi, pieces, reached = maps["phi"], maps["pieces"], set(maps["phi"]) - {-1}
     u, cells = pushed(q[0], phi, size), sorted(reached)
     if len(x) == 1 and len(y) > 1:
@@ -184,15 +187,15 @@ def byte_cells(maps: Dict, q: Tensor, x: list[int], y: list[int], size: int) -> 
         u[phi[y[0]]] -= bound
         u[x[0]] += bound
         cells = sorted({*reached, *x})
-    # A single token that no φ reaches may be x itself: then the student's rest can be empty.
-    others = sorted(set(range(size)) - set(cells)) if len(reached) < size - 1 else []
-    return u, cells, others
+    # The only token that no φ reaches may be x; then the student has no rest.
+    rest_cells = sorted(set(range(size)) - set(cells)) if len(reached) < size - 1 else []
+    return u, cells, rest_cells
 
 
 def shared_prefix(term: Dict, maps: Dict, log_q: Tensor, log_p: Tensor) -> Tensor:
-    (ours, other), size = maps["psi"], max(maps["psi"][0]) + 1
-    t, s = pushed(log_q.exp(), other, size), pushed(log_p.exp(), ours, size)
-    return divergence(term, *with_rest(t.log(), unmapped(log_q, other), s.log(), unmapped(log_p, ours)))
+    (ours, theirs), size = maps["psi"], max(maps["psi"][0]) + 1
+    t, s = pushed(log_q.exp(), theirs, size), pushed(log_p.exp(), ours, size)
+    return divergence(term, *with_rest(t.log(), unmapped(log_q, theirs), s.log(), unmapped(log_p, ours)))
 
 
 def pushed(mass: Tensor, onto: list[int], size: int) -> Tensor:
@@ -211,30 +214,30 @@ def alm(tau: float, x: list[int], y: list[int], z: Tensor, w: Tensor) -> Tensor:
 # --- §10 and §14: sampled tokens and chunks
 
 
-def sampled_kl(term: Dict, one: Dict, own: Dict) -> Iterator[Unit]:
-    for ours, x, y, z, w in aligned(one, own):
+def sampled_kl(term: Dict, text: Dict, teacher: Dict) -> Iterator[Unit]:
+    for ours, x, y, z, w in aligned(text, teacher):
         s, t = likelihood(z, x), likelihood(w, y)
         k3 = torch.exp(t - s) - 1 + s - t
         estimate = {"k1": s - t, "k2": (s - t) ** 2 / 2, "k3": k3}[term["estimator"]]
-        is_direct, weight = term["update"] == "direct", math.exp(s.item() - sum(one["drawn"][i] for i in ours))
-        trained = importance(term, one, ours) * estimate if is_direct else policy(term, one, ours, -estimate.item())
+        is_direct, weight = term["update"] == "direct", math.exp(s.item() - sum(text["drawn"][i] for i in ours))
+        trained = importance(term, text, ours) * estimate if is_direct else policy(term, text, ours, -estimate.item())
         yield trained, weight * k3.detach()
 
 
-def policy(term: Dict, one: Dict, tokens: list[int], advantage: float) -> Tensor:
-    """−min(r A, clip(r) A), of a negative A dual_clip · |A| at most, times the importance of the tokens / r."""
-    log_p = likelihood(*predicted(one["z"], one["ids"], tokens))
-    r = torch.exp(log_p - sum(one["behaviour"][i] for i in tokens))
+def policy(term: Dict, text: Dict, tokens: list[int], advantage: float) -> Tensor:
+    """−min(r A, clip(r) A), for A < 0 at most dual_clip · |A|, times the importance of the tokens / r."""
+    log_p = likelihood(*predicted(text["z"], text["ids"], tokens))
+    r = torch.exp(log_p - sum(text["behaviour"][i] for i in tokens))
     gain = torch.minimum(r * advantage, r.clamp(1 - term["clip_low"], 1 + term["clip_high"]) * advantage)
     if term["dual_clip"] is not None and advantage < 0:
         gain = gain.clamp(min=term["dual_clip"] * advantage)
-    return -importance(term, one, tokens) / r.item() * gain
+    return -importance(term, text, tokens) / r.item() * gain
 
 
-def importance(term: Dict, one: Dict, tokens: list[int]) -> float:
-    """min(W, cap), W of the tokens or their whole sequence; 0 where a weight in that is below the veto."""
-    log_p = {i: likelihood(*predicted(one["z"], one["ids"], [i])).item() for i in scored(one)}
-    log_w = {i: log_p[i] - one["drawn"][i] for i in log_p}
+def importance(term: Dict, text: Dict, tokens: list[int]) -> float:
+    """min(W, cap) for the weight W of the tokens or their sequence; 0 if a token of the sequence is below the veto."""
+    log_p = {i: likelihood(*predicted(text["z"], text["ids"], [i])).item() for i in scored(text)}
+    log_w = {i: log_p[i] - text["drawn"][i] for i in log_p}
     if min(log_w.values()) < math.log(term["importance_veto"] or 1e-300):
         return 0.0
     weight = math.exp(sum(log_w[i] for i in (log_w if term["importance_level"] == "sequence" else tokens)))

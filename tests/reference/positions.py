@@ -1,4 +1,4 @@
-"""A target for each student token (methods.md §5.7), on a source of three letters of which every text can be listed.
+"""A target for each student token (methods.md §5.7), on a source of three letters with few enough texts to list.
 
 A tokenizer is a sequence of merges; its tokens are strings. A prefix is the tuple of the tokens so far.
 """
@@ -15,12 +15,12 @@ from functools import cache
 Merges = tuple[tuple[str, str], ...]
 Prefix = tuple[str, ...]
 Cells = dict[str | None, float]
-"""Probabilities of student tokens; None is the rest cell."""
+"""Probabilities of student tokens; the key None is a rest cell."""
 LETTERS, LENGTH = "abc", 8
 
 
 def source(seed: int) -> dict[str, float]:
-    """Probabilities of all texts, each letter drawn after the two before it."""
+    """Return the probabilities of all texts; each letter depends on the two before it."""
     draw = random.Random(seed)
     odds: dict[str, list[float]] = defaultdict(lambda: [draw.gammavariate(0.5, 1) + 0.02 for _ in LETTERS])
     texts: dict[str, float] = {}
@@ -36,38 +36,40 @@ def source(seed: int) -> dict[str, float]:
 @cache
 def tokenize(text: str, merges: Merges) -> Prefix:
     tokens = list(text)
-    for left, right in merges:
+    for first, second in merges:
         i = 0
         while i < len(tokens) - 1:
-            if tokens[i] == left and tokens[i + 1] == right:
-                tokens[i : i + 2] = [left + right]
+            if tokens[i] == first and tokens[i + 1] == second:
+                tokens[i : i + 2] = [first + second]
             i += 1
     return tuple(tokens)
 
 
 def vocabulary(merges: Merges) -> list[str]:
-    return [*LETTERS, *(left + right for left, right in merges)]
+    return [*LETTERS, *(first + second for first, second in merges)]
 
 
 def next_tokens(texts: dict[str, float], merges: Merges) -> dict[Prefix, dict[str, float]]:
-    """The exact distribution of the token after each prefix."""
+    """Return the exact distribution of the token after each prefix."""
     mass: dict[Prefix, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for text, p in texts.items():
         tokens = tokenize(text, merges)
         for i, token in enumerate(tokens):
             mass[tokens[:i]][token] += p
-    return {prefix: {t: p / math.fsum(of.values()) for t, p in of.items()} for prefix, of in mass.items()}
+    return {prefix: {t: p / math.fsum(masses.values()) for t, p in masses.items()} for prefix, masses in mass.items()}
 
 
 def targets(
     ours: Prefix, ends: str, student: Merges, teacher: Merges, q: dict[Prefix, dict[str, float]]
 ) -> Iterator[tuple[int, bool, Cells]]:
-    """Which of the student's tokens, whether a teacher token begins with it, and the teacher's probabilities for it."""
+    """Yield each student token's index, whether a teacher token begins with it, and the teacher's
+    probabilities for it.
+    """
     theirs = tokenize("".join(ours), teacher)
     starts, boundaries = begins(ours), begins(theirs)
 
     def mass_since(k: int, i: int, unusual: bool) -> tuple[Cells, float]:
-        """Of the teacher tokens that begin with k and reach the student's token i."""
+        """Sum the teacher tokens that begin at boundary k and reach the student's token i."""
         pieces = ours[starts.index(boundaries[k]) : i]
         return (mass_of_bytes if unusual else mass)(q[theirs[:k]], pieces, student)
 
@@ -80,8 +82,8 @@ def targets(
         if ends == "cover" and j > 0:
             unusual |= ours[starts.index(boundaries[j - 1]) : first] != tokenize(theirs[j - 1], student)
             r = q[theirs[: j - 1]][theirs[j - 1]]
-            before, ended_before = mass_since(j - 1, i, unusual)
-            cells = {c: r * cells.get(c, 0.0) + before.get(c, 0.0) for c in cells | before}
+            cells_before, ended_before = mass_since(j - 1, i, unusual)
+            cells = {c: r * cells.get(c, 0.0) + cells_before.get(c, 0.0) for c in cells | cells_before}
             ended = r * ended + ended_before
         if is_inside and ends != "drop" and ended:
             cells[None] = ended
@@ -89,7 +91,7 @@ def targets(
 
 
 def resampled(text: str, student: Merges, teacher: Merges, draw: random.Random) -> Prefix:
-    """Tokens of the student that spell each of the teacher's, drawn one by one from all that fit."""
+    """Spell each teacher token with student tokens, drawn one by one from all that fit."""
     tokens: list[str] = []
     for token in tokenize(text, teacher):
         while token:
@@ -99,7 +101,9 @@ def resampled(text: str, student: Merges, teacher: Merges, draw: random.Random) 
 
 
 def mass(q: dict[str, float], pieces: Prefix, student: Merges) -> tuple[Cells, float]:
-    """Of the tokens spelled with these pieces first: by the piece after them, and of the one that has none."""
+    """Sum the tokens whose spelling begins with these pieces, keyed by the next piece, and the token that ends with
+    them.
+    """
     cells: Cells = defaultdict(float)
     ended = 0.0
     for token, p in q.items():
@@ -112,13 +116,13 @@ def mass(q: dict[str, float], pieces: Prefix, student: Merges) -> tuple[Cells, f
 
 
 def mass_of_bytes(q: dict[str, float], pieces: Prefix, student: Merges) -> tuple[Cells, float]:
-    """Of the tokens that begin with the same letters: by the longest student token that begins what follows."""
+    """Sum the tokens that begin with the same letters, keyed by the longest student token that follows."""
     cells: Cells = defaultdict(float)
     text = "".join(pieces)
     for token, p in q.items():
         if token.startswith(text) and token != text:
-            rest = token.removeprefix(text)
-            cells[max((s for s in vocabulary(student) if rest.startswith(s)), key=len)] += p
+            ending = token.removeprefix(text)
+            cells[max((s for s in vocabulary(student) if ending.startswith(s)), key=len)] += p
     return cells, q.get(text, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What makes the reference one: it is short, and shares no code with what it is compared with."""
+"""The reference is short and shares no code with the package."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ FILES = [file for file in Path(__file__).parent.glob("*.py") if not file.name.st
 
 
 def test_nothing_of_the_package_is_imported() -> None:
-    """Bugs: a helper of the package in the reference, with whose error both would agree."""
+    """Bug: a helper of the package in the reference; an error in it would be in both."""
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -18,7 +18,9 @@ def test_nothing_of_the_package_is_imported() -> None:
 
 
 def test_it_can_be_read_in_one_sitting() -> None:
-    """Lines of code: without blank lines, comments and docstrings. Some files are references by themselves."""
+    """Lines without blank lines, comments and docstrings. Some files can be read alone. Bug: a second implementation
+    that nobody checks by reading.
+    """
     lines = {file.name: lines_of_code(file) for file in FILES}
     for name in ("positions.py", "completions.py", "truncated.py"):
         assert lines.pop(name) <= 100

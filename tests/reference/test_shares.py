@@ -16,13 +16,13 @@ from tests.reference import losses as reference
 DPCA = {"shares": "logprobs", "clip_high": 0.28, "dual_clip": 10.0}
 
 
-def units_of(term: reference.Dict, one: reference.Dict, own: reference.Dict) -> Iterator[reference.Unit]:
-    """Return each chunk's loss and its part of `kd`.
+def units_of(term: reference.Dict, text: reference.Dict, teacher: reference.Dict) -> Iterator[reference.Unit]:
+    """Yield each chunk's loss and its value in `kd`.
 
-    A token's advantage is log q − log p, within the clamp. The log q of a chunk have the proportions of the log p, or
-    are equally far from them, and sum to the chunk's log-likelihood minus the estimate.
+    A token's advantage is log q − log p, within the clamp. The log q of a chunk are proportional to the log p, or
+    equally far from them, and sum to the chunk's log-likelihood minus the estimate.
     """
-    for tokens, x, y, z, w in reference.aligned(one, own):
+    for tokens, x, y, z, w in reference.aligned(text, teacher):
         log_p = z.detach().log_softmax(1)[range(len(x)), x].tolist()
         s, t = math.fsum(log_p), reference.likelihood(w, y).item()
         target = s - {"k1": s - t, "k2": (s - t) ** 2 / 2}[term["estimator"]]
@@ -31,8 +31,8 @@ def units_of(term: reference.Dict, one: reference.Dict, own: reference.Dict) -> 
             log_q = [p * target / s for p in log_p]
         bound = term["advantage_clamp"] or math.inf
         advantages = [max(-bound, min(q - p, bound)) for q, p in zip(log_q, log_p, strict=True)]
-        losses = [reference.policy(term, one, [i], a) for i, a in zip(tokens, advantages, strict=True)]
-        weight = math.exp(s - math.fsum(one["drawn"][i] for i in tokens))
+        losses = [reference.policy(term, text, [i], a) for i, a in zip(tokens, advantages, strict=True)]
+        weight = math.exp(s - math.fsum(text["drawn"][i] for i in tokens))
         yield sum(losses), torch.tensor(weight * (math.exp(t - s) - 1 + s - t), dtype=torch.float64)
 
 
@@ -47,7 +47,7 @@ def units_of(term: reference.Dict, one: reference.Dict, own: reference.Dict) -> 
     ids=str,
 )
 def test_value_gradient_and_metrics(settings: dict) -> None:
-    """Catches a ratio or weight of the whole chunk, a clamp of the chunk's advantage in place of the token's, shares by
+    """Catches a ratio or weight of the whole chunk, a clamp of the chunk's advantage instead of the token's, shares by
     probability, and an advantage that is differentiated.
     """
     batch = random_alignment()
@@ -72,12 +72,12 @@ def test_value_gradient_and_metrics(settings: dict) -> None:
         **arguments,
     )
     texts = plain_texts(batch, behaviour=logprobs, drawn=drawn)
-    units = [unit for one, own in texts for unit in units_of(term, one, own)]
+    units = [unit for student_side, teacher_side in texts for unit in units_of(term, student_side, teacher_side)]
     expected = sum(trained for trained, _ in units) / 5
     assert out.loss.item() == pytest.approx(expected.item(), rel=1e-11)
     (gradient,) = torch.autograd.grad(out.loss, student)
-    wanted = torch.stack(torch.autograd.grad(expected, [one["z"] for one, _ in texts]))
-    torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-13)
+    expected_gradient = torch.stack(torch.autograd.grad(expected, [student_side["z"] for student_side, _ in texts]))
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-13)
     kd = out.metrics["kd"]
     assert kd.count == len(units)
     assert kd.value() == pytest.approx(sum(value.item() for _, value in units) / len(units), rel=1e-11)
@@ -88,7 +88,7 @@ def test_value_gradient_and_metrics(settings: dict) -> None:
 
 @pytest.mark.parametrize("shares", ["equal", "logprobs"])
 def test_chunks_of_one_token_have_the_whole_advantage(shares: str) -> None:
-    """Catches shares that do not sum to 1: with one tokenizer nothing is shared, to the bit."""
+    """To the bit. Catches shares that do not sum to 1: with one tokenizer nothing is shared."""
     batch = one_tokenizer(3)
     student = batch.student.requires_grad_()
     plain, shared = (

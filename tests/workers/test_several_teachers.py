@@ -127,9 +127,10 @@ def case(plan: Plan, batch: Batch, by_grid: dict[tuple[int, int], Trained]) -> C
     texts = [trainer.read(run, student, teachers, row) for row in rows]
     total, point = trainer.objective(run, texts, 1.0)
     kd = run["loss"]["kd_weight"] * trainer.kd(run, texts)[0]
-    chosen = trainer.chosen(run["aggregation"], texts)
+    chosen = trainer.select_teachers(run["aggregation"], texts)
     says = [
-        sum(trainer.say(run, i, one) for one, c in zip(texts, chosen, strict=True) if c in (None, i)) / len(texts)
+        sum(trainer.teacher_weight(run, i, one) for one, c in zip(texts, chosen, strict=True) if c in (None, i))
+        / len(texts)
         for i in range(len(teachers))
     ]
     return Case(plan, point, says, (gradient_of(student, kd), gradient_of(student, total - kd)), by_grid)
