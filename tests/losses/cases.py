@@ -53,7 +53,7 @@ class Batch:
         return len(self.student)
 
     @property
-    def of_chunks(self) -> dict[str, Tensor]:
+    def chunk_arguments(self) -> dict[str, Tensor]:
         """Arguments of a loss between two tokenizers."""
         names = ("student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
         return {name: getattr(self, name) for name in names}
@@ -147,7 +147,7 @@ class Case:
         if self.is_of_one_vocabulary:
             ids = {"ids": batch.student_ids} if self.loss is sampled_kl else {}
             return {"mask": batch.student_chunk_id >= 0, **ids}
-        return batch.of_chunks | ({"projection": batch.projection} if self.needs_projection else {})
+        return batch.chunk_arguments | ({"projection": batch.projection} if self.needs_projection else {})
 
     def value_and_gradient(self, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
         student = batch.student.detach().requires_grad_()

@@ -45,10 +45,10 @@ def plain_maps(projection: ProjectionMatrix, pieces: Sequence[bytes | None], kin
     return maps
 
 
-def plain_texts(batch: Batch, **of_sampling: Tensor) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def plain_texts(batch: Batch, **sampling: Tensor) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the student's and the teacher's side of each sequence; the student's logits get a gradient.
 
-    of_sampling: `behaviour` and `drawn` [B, S]; every token of a chunk is sampled.
+    sampling: `behaviour` and `drawn` [B, S]; every token of a chunk is sampled.
     """
     texts = []
     for b in range(len(batch)):
@@ -56,7 +56,7 @@ def plain_texts(batch: Batch, **of_sampling: Tensor) -> list[tuple[dict[str, Any
         z = batch.student[b].detach().clone().requires_grad_()
         scored = [chunk >= 0 for chunk in chunks[0]]
         student_side = {"ids": batch.student_ids[b].tolist(), "z": z, "scored": scored, "sampled": True}
-        student_side |= {name: values[b].tolist() for name, values in of_sampling.items()}
+        student_side |= {name: values[b].tolist() for name, values in sampling.items()}
         teacher_side = {"ids": batch.teacher_ids[b].tolist(), "w": batch.teacher[b], "chunks": chunks, "stop": math.inf}
         texts.append((student_side, teacher_side))
     return texts
@@ -103,12 +103,12 @@ def cost(
     pieces: Sequence[bytes | None] = (),
     weights: Sequence[float] = (),
     units_of: Callable[..., list[reference.Unit]] = reference.units,
-    **of_sampling: Any,
+    **sampling: Any,
 ) -> Cost:
     """Compute a batch's loss with the reference. weights: one per sequence. units_of: tests/reference/truncated.py has
     another one.
     """
-    settings, texts = plain_term(term), plain_texts(batch, **of_sampling)
+    settings, texts = plain_term(term), plain_texts(batch, **sampling)
     maps = _within(plain_maps(batch.projection, pieces, settings.get("pieces")), batch)
     maps["kept"] = kept_columns({"term": settings, "maps": maps}, texts)
     by_text = [units_of(settings, student_side, teacher_side, maps) for student_side, teacher_side in texts]

@@ -124,7 +124,7 @@ class Sides:
         return Sides(student, same, cross, ids, teacher_ids, mask, chunks, between)
 
     @property
-    def of_chunks(self) -> dict[str, Any]:
+    def chunk_arguments(self) -> dict[str, Any]:
         """Arguments of a loss between two tokenizers."""
         return {
             "student_ids": self.ids,
@@ -136,7 +136,7 @@ class Sides:
     @property
     def across(self) -> dict[str, Any]:
         """Arguments of a loss that compares tokens of two vocabularies."""
-        return {**self.of_chunks, "projection": self.projection}
+        return {**self.chunk_arguments, "projection": self.projection}
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ PLANS: dict[str, Plan] = {
         for loss in (p_kl, gold, h_kl, strict, byte_prefix, shared_prefix)
     },
     **{
-        loss.__name__: lambda sides, loss=loss: loss.plan(sides.student, sides.cross, **sides.of_chunks)
+        loss.__name__: lambda sides, loss=loss: loss.plan(sides.student, sides.cross, **sides.chunk_arguments)
         for loss in (alm, uld, sampled_chunk_kl)
     },
     "tcad": lambda sides: tcad.plan(sides.student, sides.same, mask=sides.mask, normalizer=1),

@@ -57,7 +57,7 @@ def test_equals_the_loop(chunk_size: int | None) -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1])
-def test_calibration_is_that_of_plain_loops(chunk_size: int | None) -> None:
+def test_calibration_equals_plain_loops(chunk_size: int | None) -> None:
     """Two batches. Bugs: errors of bins added with their signs, means of batches averaged, padding columns in the
     probability.
     """

@@ -61,7 +61,7 @@ def test_every_loss_is_held_to_the_contract():
     assert not missing, f"give it a line in LOSSES of tests/losses/cases.py: {missing}"
 
 
-def test_defaults_are_those_of_the_config():
+def test_defaults_equal_the_config():
     """Bug: a default of a loss's function that differs from the setting's, so Python and YAML disagree."""
     for kind in get_args(get_args(LossTerm)[0]):
         for table in (LOSSES, ACROSS_TOKENIZERS):
@@ -73,7 +73,7 @@ def test_defaults_are_those_of_the_config():
 
 
 @pytest.mark.parametrize("loss", [p_kl, same_vocab])
-def test_the_signature_is_that_of_the_call(loss):
+def test_the_signature_fits_the_call(loss):
     """Bug: help() that shows a planned loss as the return value, or `**shared` as arguments."""
     signature = inspect.signature(loss)
     assert signature.return_annotation is LossOutput
@@ -158,11 +158,8 @@ def test_sampled_kl_term_of_a_teacher_with_another_tokenizer():
     out = loss.plan(student, teacher, tokens, teacher_rows, 4, sampled=samples).compute()
     assert torch.equal(out.loss, direct.loss)
     assert loss.count(tokens, teacher_rows, samples) == direct.metrics["kd"].count > 0
-    assert (
-        loss.count(tokens, teacher_rows)
-        == loss.plan(student, teacher, tokens, teacher_rows, 4).compute().metrics["kd"].count
-        == 0
-    )
+    validated = loss.plan(student, teacher, tokens, teacher_rows, 4).compute()
+    assert loss.count(tokens, teacher_rows) == validated.metrics["kd"].count == 0
 
 
 def test_p_kl_term():
@@ -187,7 +184,7 @@ def test_p_kl_term():
 
 
 @pytest.mark.parametrize(("term", "objective"), [(SameVocabTerm, SameVocabLoss), (PKLTerm, PKLLoss)])
-def test_the_objective_around_a_term_is_no_part_of_its_loss(term, objective):
+def test_the_objective_around_a_term_is_not_part_of_its_loss(term, objective):
     """Bug: a run's `loss` is a term with the objective's weights, and these are applied here and again by the
     trainer.
     """

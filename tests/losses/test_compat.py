@@ -28,7 +28,9 @@ PAIRS: dict[Callable[..., Any], Pairs] = {
 def value_of(loss: Callable[..., Any], **options: Any) -> float:
     """Return the sum over the units."""
     batch = two_tokenizers()
-    return loss(batch.student, batch.teacher, **batch.of_chunks, normalizer=1, temperature=TAU, **options).loss.item()
+    return loss(
+        batch.student, batch.teacher, **batch.chunk_arguments, normalizer=1, temperature=TAU, **options
+    ).loss.item()
 
 
 def units(batch: Batch) -> Iterator[tuple[Tensor, Tensor, list[int], list[int]]]:
@@ -45,9 +47,8 @@ def divergence(log_t: Tensor, log_s: Tensor, kind: str, **weights: float) -> Ten
 def common_and_tails(log_t: Tensor, log_s: Tensor, pairs: Pairs, num_ranks: int, kind: str, **weights: float) -> tuple:
     student_columns, teacher_columns = pairs
     tails = reference.outside(log_t, teacher_columns).exp(), reference.outside(log_s, student_columns).exp()
-    return divergence(log_t[teacher_columns], log_s[student_columns], kind, **weights), reference.sorted_l1(
-        *tails, num_ranks
-    )
+    common = divergence(log_t[teacher_columns], log_s[student_columns], kind, **weights)
+    return common, reference.sorted_l1(*tails, num_ranks)
 
 
 @pytest.mark.parametrize(("uncommon_topk", "num_ranks"), [(2, 2), (5, None)])
@@ -118,6 +119,6 @@ def test_gradients(run):
     student = batch.student.requires_grad_()
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
-        return run(logits, batch.teacher, **batch.of_chunks, chunk_size=3).loss
+        return run(logits, batch.teacher, **batch.chunk_arguments, chunk_size=3).loss
 
     assert torch.autograd.gradcheck(loss, student, rtol=1e-6, atol=1e-7, fast_mode=True)

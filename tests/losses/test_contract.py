@@ -225,7 +225,7 @@ def test_a_sequence_weight_of_zero_leaves_the_row_out(case: Case):
 
 
 @every_loss
-def test_sequence_weights_of_zero_alone_stay_connected(case: Case):
+def test_only_sequence_weights_of_zero_stay_connected(case: Case):
     """Bug: 0/0 with the default normalizer."""
     loss, gradient = case.value_and_gradient(case.batch(), sequence_weights=torch.zeros(2))
     assert loss.item() == 0
@@ -239,7 +239,7 @@ def test_sequence_weights_of_a_wrong_shape_are_named(case: Case):
 
 
 @every_loss
-def test_low_precision_is_computed_in_fp32_and_returned_in_kind(case: Case):
+def test_low_precision_is_computed_in_fp32_and_returned_in_its_dtype(case: Case):
     """Bug: a softmax or a sum in bf16."""
     batch = case.batch(dtype=torch.bfloat16)
     loss, gradient = case.value_and_gradient(batch)
@@ -293,7 +293,7 @@ def test_repeated_it_is_the_same_to_the_bit(case: Case):
 
 @cases_with(ALL_LOSSES, lambda case: case.takes_temperature)
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
-def test_a_temperature_that_is_none_is_named(case: Case, wrong: float):
+def test_an_invalid_temperature_is_named(case: Case, wrong: float):
     with pytest.raises(ConfigError, match=f"temperature={wrong}"):
         case.run(case.batch(), temperature=wrong)
 
@@ -309,7 +309,7 @@ def test_a_temperature_that_is_none_is_named(case: Case, wrong: float):
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
-def test_what_does_not_fit_is_named(case: Case, wrong: dict[str, float], message: str):
+def test_a_wrong_setting_is_named(case: Case, wrong: dict[str, float], message: str):
     with pytest.raises(ConfigError, match=message):
         case.run(case.batch(), **wrong)
 
@@ -339,7 +339,7 @@ def test_a_wrong_divergence_is_named(case: Case):
             case.run(case.batch(), **wrong)
 
 
-def test_the_batches_have_what_the_tests_are_about():
+def test_each_row_of_the_batches_has_units():
     """Bug: a row without units; the identities would hold trivially."""
     for case in ALL_LOSSES:
         for b in range(2):
@@ -348,7 +348,7 @@ def test_the_batches_have_what_the_tests_are_about():
 
 @every_loss
 @pytest.mark.parametrize("side", ["student", "teacher"])
-def test_what_is_not_finite_shows_in_the_loss(case: Case, side: str):
+def test_values_that_are_not_finite_show_in_the_loss(case: Case, side: str):
     """Bug: a maximum, a clamp or a sort hides a NaN; training checks loss and gradient (methods.md §12)."""
     batch = case.batch()
     spoilt = {"student": batch.student, "teacher": batch.teacher} | {side: getattr(batch, side) * float("nan")}

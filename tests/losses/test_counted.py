@@ -85,6 +85,6 @@ def test_a_loss_has_no_more_kernels_than_its_budget(measured: dict[str, Any], ca
 
 
 @pytest.mark.parametrize("case", ALL_LOSSES, ids=lambda case: case.name)
-def test_a_loss_is_that_of_the_cpu(measured: dict[str, Any], case: Case) -> None:
+def test_a_loss_equals_the_cpu(measured: dict[str, Any], case: Case) -> None:
     """Bug: a wrong value on GPUs only; some losses read fewer rows on a CPU."""
     assert measured[case.name]["error"] < 1e-5

@@ -38,7 +38,7 @@ def test_value_equals_the_definition(kind, weights):
 
 
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
-def test_gradient_is_that_of_the_value(kind, weights):
+def test_gradient_fits_the_value(kind, weights):
     """Closed forms of the gradient. Bug: one that is right only for a normalised log s."""
     z_t, z_s = pair(1)
     log_t = z_t.log_softmax(-1)
@@ -56,7 +56,7 @@ def test_jsd_ends_are_the_two_kls():
     assert torch.equal(Divergence("jsd", beta=1)(log_t, log_s), Divergence("reverse_kl")(log_t, log_s))
 
 
-def test_mixed_of_forward_kl_alone_is_finite_where_the_reverse_is_not():
+def test_mixed_with_weight_one_is_finite_if_the_reverse_is_not():
     """Bug: 0 · inf is NaN."""
     log_t, log_s = torch.tensor([[0.0, -math.inf]]), torch.tensor([[0.5, 0.5]]).log()
     assert torch.equal(Divergence("mixed", mixed_weight=1)(log_t, log_s), Divergence()(log_t, log_s))
@@ -88,7 +88,7 @@ def test_cells_empty_on_both_sides_count_nothing(kind, weights):
 
 
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
-def test_a_cell_empty_on_the_teacher_side_alone_is_finite(kind, weights):
+def test_a_cell_empty_on_only_the_teacher_side_is_finite(kind, weights):
     """Forward KL, JSD and TVD are finite; reverse KL is infinite by definition. Bug: 0 · log 0 is NaN."""
     log_t = torch.tensor([[0.0, -math.inf]])
     log_s = torch.tensor([[0.5, 0.5]]).log().requires_grad_()
@@ -117,7 +117,7 @@ def test_not_negative(logits, kind, share):
 
 
 @pytest.mark.parametrize(("kind", "weights"), KINDS)
-def test_of_logits_is_that_of_their_softmax(kind, weights):
+def test_of_logits_equals_their_softmax(kind, weights):
     """Columns of −inf on both sides, and logits whose probabilities are 0 in fp64. Bug: NaN in value or gradient."""
     z_t, z_s = pair(7)
     z_t[:, 1] = z_s[:, 1] = -math.inf
@@ -182,7 +182,7 @@ def hellinger(divergence: Divergence, cells: Cells) -> tuple[torch.Tensor, torch
 
 
 @pytest.mark.parametrize("loss", [same_vocab, p_kl])
-def test_one_that_kernels_do_not_know_is_left_to_pytorch(loss, monkeypatch):
+def test_a_divergence_unknown_to_kernels_runs_in_pytorch(loss, monkeypatch):
     """Bug: kernels compute another divergence in its place."""
     (case,) = (case for case in cases.LOSSES if case.name == loss.__name__)
     batch = case.batch().to(torch.float32)

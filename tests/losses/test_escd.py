@@ -47,7 +47,7 @@ def logits() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("weight", "tau"), [(1.0, 1.0), (0.0, 1.0), (0.3, 2.0)])
-def test_value_is_that_of_strings_and_sets(weight: float, tau: float) -> None:
+def test_value_equals_strings_and_sets(weight: float, tau: float) -> None:
     """Catches a root of another chunk, a child of another token, a group that is not the component, a renormalised
     weight, and completions that exceed the token or are renormalised.
     """
@@ -55,9 +55,9 @@ def test_value_is_that_of_strings_and_sets(weight: float, tau: float) -> None:
     inputs = arguments()
     out = escd(student, teacher, **inputs, completion_weight=weight, temperature=tau)
     ids = inputs["student_ids"][0].tolist()
-    of_reference = (STUDENT, TEACHER, weight, tau)
-    expected = reference.escd(student[0].tolist(), teacher[0].tolist(), ids, *of_reference)
-    without = reference.escd(student[0].tolist(), teacher[0].tolist(), ids, STUDENT, TEACHER, 0.0, tau)
+    sides = student[0].tolist(), teacher[0].tolist()
+    expected = reference.escd(*sides, ids, STUDENT, TEACHER, weight, tau)
+    without = reference.escd(*sides, ids, STUDENT, TEACHER, 0.0, tau)
     assert out.loss.item() == pytest.approx(expected / (LENGTH - 1), rel=1e-10)
     assert (expected > without + 1) == (weight > 0)
 
@@ -74,7 +74,7 @@ TEXTS = st.lists(st.text("ab", max_size=4).map(str.encode), min_size=1, max_size
 
 
 @given(TEXTS, TEXTS)
-def test_sets_are_those_of_a_search(student: list[bytes], teacher: list[bytes]) -> None:
+def test_sets_equal_a_search(student: list[bytes], teacher: list[bytes]) -> None:
     """Catches wrong bounds of a range of bytes, tokens with equal bytes, and tokens without bytes."""
     empty = np.full((len(student), 1), -1)
     matrix = ProjectionMatrix(

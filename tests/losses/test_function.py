@@ -107,13 +107,15 @@ def test_chunks() -> None:
         (f"{HERE}squares", {"powr": 3}, "takes .*unexpected keyword argument 'powr'.*correct either"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_told_before_the_run(function: str, arguments: dict, message: str) -> None:
+def test_a_function_that_cannot_be_called_is_refused_before_the_run(
+    function: str, arguments: dict, message: str
+) -> None:
     """Bug: the error appears in the first step, after the models are loaded."""
     with pytest.raises(ConfigError, match=rf"^loss.function={function}: .*{message}"):
         build(FunctionTerm(function=function, arguments=arguments), student_vocab_size=V, teacher_vocab_size=V)
 
 
-def test_what_is_no_loss_of_each_row_is_refused() -> None:
+def test_a_result_without_a_loss_per_row_is_refused() -> None:
     """Bug: a scalar is broadcast over the rows, or fails inside of the library."""
     logits = torch.randn(B, S, V)
     mask = torch.ones(B, S, dtype=torch.bool)

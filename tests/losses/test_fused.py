@@ -37,7 +37,7 @@ def traced(graphs: Callable[[fused.Fused[..., Any]], Callable[..., Any]]) -> Ite
 
 @pytest.mark.filterwarnings("error:.*could not be compiled")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_traced_loss_is_the_one_that_is_written(case: Case, traced: None) -> None:
+def test_a_traced_loss_equals_the_eager_one(case: Case, traced: None) -> None:
     """Bug: a function with a graph break, or a side effect that tracing loses."""
     batch = case.batch(0, torch.float64)
     results = case.value_and_gradient(batch)
@@ -49,7 +49,7 @@ def test_a_traced_loss_is_the_one_that_is_written(case: Case, traced: None) -> N
 
 @pytest.mark.world
 @pytest.mark.filterwarnings("error:.*could not be compiled")
-def test_a_compiled_loss_is_the_one_that_is_written() -> None:
+def test_a_compiled_loss_equals_the_eager_one() -> None:
     """Bug: a graph that the compiler turns into another value. For CPUs it writes C++."""
     (case,) = (case for case in CASES if case.name == "same_vocab-jsd")
     batch = case.batch(0, torch.float32)
@@ -69,7 +69,7 @@ def test_one_form_is_compiled_for_any_number_of_rows() -> None:
     assert forms.frame_count == 1
 
 
-def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once() -> None:
+def test_a_function_that_cannot_be_compiled_runs_and_warns_once() -> None:
     """Bug: the run stops, or warns in every step."""
 
     @fused.fused

@@ -38,14 +38,14 @@ def check(case: Case, *, is_compiled: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ALL_LOSSES, ids=str)
-def test_a_loss_on_a_gpu_is_that_of_the_cpu(case: Case) -> None:
+def test_a_loss_on_a_gpu_equals_the_cpu(case: Case) -> None:
     """Bugs: a constant on the host, an index in another order, a sum in a narrow dtype."""
     check(case, is_compiled=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in ALL_LOSSES if case.name in COMPILED], ids=str)
-def test_a_compiled_loss_on_a_gpu_is_that_of_the_cpu(case: Case) -> None:
+def test_a_compiled_loss_on_a_gpu_equals_the_cpu(case: Case) -> None:
     """Bug: a compiled function or a kernel with another value."""
     with kernels_working():
         check(case, is_compiled=True)

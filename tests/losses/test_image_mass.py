@@ -38,14 +38,14 @@ def one_vocabulary() -> Batch:
 
 @pytest.mark.parametrize("has_gradient", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_mass_is_that_of_the_measured_rows(form: str, has_gradient: bool) -> None:
+def test_mass_equals_the_measured_rows(form: str, has_gradient: bool) -> None:
     """Catches other chunks than one in sixteen, a row other than the first of a chunk, a mass that depends on blocks or
     microbatches, and a loss that the measurement changes.
     """
     loss, settings = FORMS[form]
     batch, measured, values = one_vocabulary(), [], []
     for part in (batch, batch.rows([0]), batch.rows([1])):
-        arguments = part.of_chunks | {"projection": part.projection} | settings
+        arguments = part.chunk_arguments | {"projection": part.projection} | settings
         student = part.student.clone().requires_grad_(has_gradient)
         plan = loss.plan(student, part.teacher, **arguments, chunk_size=7)
         result = with_image_mass(plan, IMAGES, part.student_chunk_id).compute()
@@ -72,7 +72,7 @@ def test_mass_needs_no_product_with_the_head(monkeypatch: pytest.MonkeyPatch) ->
         return read(self, rows, width)
 
     monkeypatch.setattr(HeadLogits, "read", counted)
-    arguments = batch.of_chunks | {"projection": batch.projection}
+    arguments = batch.chunk_arguments | {"projection": batch.projection}
     totals = []
     for is_measured in (False, True):
         plan = p_kl.plan(*heads, **arguments)
@@ -88,5 +88,5 @@ def test_nothing_measured_is_an_empty_mean(form: str) -> None:
     """Catches a division by zero, or float indices, in a microbatch without a measured chunk."""
     batch = one_vocabulary().cut(5).without_chunks()
     loss, settings = FORMS[form]
-    plan = loss.plan(batch.student, batch.teacher, projection=batch.projection, **batch.of_chunks, **settings)
+    plan = loss.plan(batch.student, batch.teacher, projection=batch.projection, **batch.chunk_arguments, **settings)
     assert with_image_mass(plan, IMAGES, batch.student_chunk_id).compute().metrics["kd_mass"] == Mean(0, 0)

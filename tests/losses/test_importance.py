@@ -73,7 +73,7 @@ EXPECTED = [("k1", "policy_gradient", False), ("k2", "direct", False), ("k3", "d
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 @pytest.mark.parametrize(("estimator", "update", "forward"), EXPECTED)
-def test_at_any_temperature_the_gradient_is_that_of_the_kl(temperature, estimator, update, forward):
+def test_at_any_temperature_the_gradient_is_the_kls(temperature, estimator, update, forward):
     """Bug: a ratio to the raw log-probability, which at 0.6 changes the gradient by half."""
     for student, teacher in SIDES:
         behaviour = warped(student, temperature)
@@ -101,7 +101,7 @@ def test_samples_of_older_weights_have_the_gradient_and_the_metric_of_the_studen
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), CUTS)
-def test_where_tokens_are_cut_it_is_that_of_the_kl_on_the_others(temperature, top_k, top_p):
+def test_with_cut_tokens_the_gradient_is_the_kls_on_the_remaining_tokens(temperature, top_k, top_p):
     """Bug: the full KL's gradient is claimed, although tokens that cannot be sampled teach nothing."""
     for student, teacher in SIDES:
         behaviour = warped(student, temperature, top_k, top_p)
@@ -283,7 +283,7 @@ def test_without_warping_nothing_changes():
     assert torch.equal(gradient, plain_gradient)
 
 
-def test_what_is_cut_or_dropped_does_not_look_like_agreement():
+def test_truncated_or_dropped_samples_do_not_look_like_agreement():
     """Bug: a metric `kd` of 0 because every sequence was dropped."""
     inputs = batch()
     logits, teacher = inputs.pop("logits"), random_logits(3, 5, 7, 9, 1.0)

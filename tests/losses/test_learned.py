@@ -89,7 +89,7 @@ def dense_h_kl(learned: LearnedProjection, delta: Tensor, student: Tensor, tau: 
     return tau**2 * total / len(UNITS)
 
 
-def test_the_matrix_has_what_the_tests_are_about() -> None:
+def test_the_matrix_has_learned_rows_of_all_kinds() -> None:
     """Bug: a matrix without learned rows in pairs and outside of them, or without pairs of one entry."""
     learned = set(LearnedProjection(MATRIX).rows.tolist())
     assert 2 <= len(learned & set(PAIRS)) < len(learned)
@@ -135,7 +135,7 @@ def test_every_form_of_the_loss_has_the_gradient_of_its_values(
     check_gradient(MATRIX, lambda learned: run(loss, learned, **options))
 
 
-def test_at_the_start_it_is_the_matrix() -> None:
+def test_at_the_start_it_equals_the_matrix() -> None:
     """Bug: a softmax that moves the rows before anything is learned. float32 rows sum to 1 within 1e-7."""
     learned = LearnedProjection(MATRIX)
     assert run(p_kl, learned).item() == pytest.approx(run(p_kl, MATRIX).item(), rel=1e-6)
@@ -143,7 +143,7 @@ def test_at_the_start_it_is_the_matrix() -> None:
     assert learned.moved().max() < 1e-6
 
 
-def test_with_all_of_a_row_in_its_pair_it_is_the_matrix() -> None:
+def test_with_all_mass_in_its_pair_it_equals_the_matrix() -> None:
     """Bug: other pairs than the initial matrix has, or a rest cell with mass of a pair."""
     learned = LearnedProjection(MATRIX)
     heaviest = torch.from_numpy(MATRIX.weights[learned.rows].argmax(1))
@@ -151,7 +151,7 @@ def test_with_all_of_a_row_in_its_pair_it_is_the_matrix() -> None:
     assert run(h_kl, learned).item() == pytest.approx(run(h_kl, MATRIX).item(), rel=1e-12)
 
 
-def test_what_is_learned_is_a_matrix_with_the_same_entries_and_the_same_loss() -> None:
+def test_the_learned_matrix_has_the_same_entries_and_the_same_loss() -> None:
     """Bugs: rows of one entry that change, weights that do not sum to 1, an export of another R."""
     learned = moved_projection(MATRIX)
     matrix = learned.matrix()
@@ -164,7 +164,7 @@ def test_what_is_learned_is_a_matrix_with_the_same_entries_and_the_same_loss() -
     assert (changed > 1e-3).all()
 
 
-def test_tokens_of_no_pair_get_no_gradient() -> None:
+def test_unpaired_tokens_get_no_gradient() -> None:
     """Bug: a share read at the pair's index among the rows, or the row's index among the pairs."""
     learned = moved_projection(MATRIX)
     run(h_kl, learned).backward()
@@ -172,7 +172,7 @@ def test_tokens_of_no_pair_get_no_gradient() -> None:
     assert learned.rows[has_gradient.numpy()].tolist() == [s for s in learned.rows.tolist() if s in PAIRS]
 
 
-def test_where_all_tokens_are_paired_the_rest_is_what_they_do_not_give() -> None:
+def test_if_all_tokens_are_paired_the_rest_has_the_remaining_mass() -> None:
     """Bug: the rest cell is dropped, as without learned weights: 0.3 p of the first row against q of the unpaired
     token.
     """
@@ -204,14 +204,14 @@ def test_within_smaller_vocabularies_the_right_entries_are_learned(loss: Callabl
     assert learned.delta.grad.abs().max() > 0.01
 
 
-def test_without_a_gradient_of_the_student_it_is_learned_all_the_same() -> None:
+def test_the_projection_learns_without_a_gradient_of_the_student() -> None:
     """Bug: no gradient for Δ if the student's logits need none."""
     learned = moved_projection(MATRIX)
     run(p_kl, learned, STUDENT.clone()).backward()
     assert learned.delta.grad.abs().max() > 0.01
 
 
-def test_what_has_nothing_to_learn_is_refused() -> None:
+def test_a_projection_without_anything_to_learn_is_refused() -> None:
     """Bug: a run that trains a projection without a gradient."""
     with pytest.raises(ProjectionError, match="no row of the projection has several entries"):
         LearnedProjection(identity(V))

@@ -71,7 +71,7 @@ def cut_out(values: Tensor, starts: list[int], width: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_every_loss_is_that_of_the_responses(name: str) -> None:
+def test_every_loss_equals_the_loss_of_the_responses(name: str) -> None:
     """Bug: the teacher's logits of another position, another sequence or its prompt."""
     student, samples = student_rows(), sampled_rows(WIDTH)
     teacher, loss = teacher_rows(student), build(TERMS[name])

@@ -83,17 +83,13 @@ def plans(case: Case, student: TrainableRows, teachers: Sequence[LogitRows]) -> 
     arguments = case.arguments(batch)
     if "mask" in arguments:
         arguments["mask"] = MASK
-    sides = {
-        "student_ids": IDS,
-        "teacher_ids": IDS,
-        "student_chunk_id": alm_chunk_ids,
-        "teacher_chunk_id": alm_chunk_ids,
-    }
+    ids = dict.fromkeys(("student_ids", "teacher_ids"), IDS)
+    alm_chunks = dict.fromkeys(("student_chunk_id", "teacher_chunk_id"), alm_chunk_ids)
     everywhere = torch.ones_like(IDS)
     return [
         cross_entropy.plan(student, IDS, mask=everywhere, vocab_size=WIDTH),
         case.loss.plan(student, teachers[0], **arguments, **case.options, **SIZES),
-        alm.plan(student, teachers[1], **sides, **SIZES).times(0.7),
+        alm.plan(student, teachers[1], **ids, **alm_chunks, **SIZES).times(0.7),
         plan_overlap(student, teachers[0], mask=MASK, top_k=2, **SIZES),
     ]
 
@@ -196,7 +192,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(("case", "kind"), RUNS, ids=str)
-def test_losses_taken_together_are_those_of_one_rank(errors: list[dict[str, float]], case: Case, kind: str) -> None:
+def test_joint_losses_equal_one_rank(errors: list[dict[str, float]], case: Case, kind: str) -> None:
     """float64; only the order of sums differs. Bugs: a gradient lost if blocks of two ranks share a row; ranks that
     read a sharded teacher different numbers of times.
     """
@@ -205,9 +201,7 @@ def test_losses_taken_together_are_those_of_one_rank(errors: list[dict[str, floa
 
 
 @pytest.mark.parametrize("kind", INTERLEAVED)
-def test_units_that_lie_across_each_other_all_along_are_those_of_one_rank(
-    errors: list[dict[str, float]], kind: str
-) -> None:
+def test_interleaved_units_equal_one_rank(errors: list[dict[str, float]], kind: str) -> None:
     """Blocks share rows, also blocks that ranks compute at the same time. Bug: a gradient overwritten by the next
     block.
     """

@@ -79,7 +79,7 @@ def test_the_longest_token_that_begins_a_text() -> None:
     assert tree.longest_tokens(texts, begin, end).tolist() == [2, 1, 4, -1]
 
 
-def test_what_is_not_there_is_named() -> None:
+def test_missing_pieces_are_named() -> None:
     """Catches an old projection without pieces whose user does not learn how to add them."""
     projection = ProjectionMatrix([[0]], [[1.0]])
     with pytest.raises(ProjectionError, match="add_byte_prefix or nemo-opd projection byte-prefix, or use projection"):

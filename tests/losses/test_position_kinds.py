@@ -44,7 +44,7 @@ def chunk_ids(tokens: list[str], common: list[int], width: int) -> list[int]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_kinds_are_those_of_the_bytes(text: str) -> None:
+def test_kinds_fit_the_bytes(text: str) -> None:
     """Catches a token that begins in the second teacher token and is counted as inside of the first."""
     student, teacher = (["#", *side] for side in TEXTS[text])
     sides = [{0, *itertools.accumulate(map(len, side))} for side in (student, teacher)]

@@ -163,7 +163,7 @@ def test_with_cover_each_position_is_exact(name: str, divergence: str) -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("settings", [{"positions": "starts"}, {"ends": "rest"}], ids=str)
-def test_boundaries_alone_and_a_residual_class_are_biased(name: str, settings: dict) -> None:
+def test_only_boundaries_or_a_residual_class_are_biased(name: str, settings: dict) -> None:
     """Shows that the toys distinguish the forms: the exact student has a gradient."""
     assert gradient(name, **settings) > 0.03
 

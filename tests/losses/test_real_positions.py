@@ -163,7 +163,7 @@ def masses_by_bytes(q: Tensor, pieces: tuple[int, ...], student: list[bytes], te
 
 
 @pytest.mark.parametrize("is_unusual", [False, True], ids=["spelled as usual", "spelled unusually"])
-def test_targets_are_those_of_the_spellings(is_unusual: bool) -> None:
+def test_targets_fit_the_spellings(is_unusual: bool) -> None:
     """Catches a wrong node or boundary of real tokens, and blocks that change a target."""
     arguments, student, teacher = batch("llama3_1", "qwen3", is_unusual=is_unusual)
     # The oracle has no chains: skip chunks of one student token and several teacher tokens.

@@ -30,7 +30,7 @@ def test_units_equal_the_loop(seed):
     assert units.teacher_lengths.tolist() == [len(theirs) for _, _, theirs in expected]
 
 
-def test_the_units_that_are_kept():
+def test_selected_units():
     """Bug: rows are selected and their lengths are not."""
     student, teacher = random_chunk_ids(np.random.default_rng(0), 4, 17, 12)
     units = chunk_units(student, teacher)
@@ -44,7 +44,7 @@ def test_the_units_that_are_kept():
     assert len(selected.teacher_rows) == len(selected.teacher_lengths) == len(selected)
 
 
-def test_chunks_on_one_side_only_or_at_token_0_are_no_units():
+def test_chunks_on_one_side_only_or_at_token_0_are_not_units():
     """Truncation leaves a chunk on one side; token 0 has no predictor. Bug: such a chunk is compared."""
     student = torch.tensor([[0, 1, 1, 2, -1, 4], [-1, 0, 1, 2, -1, -1]])
     teacher = torch.tensor([[-1, 0, 1, 3, 4], [0, 1, 2, 2, 5]])

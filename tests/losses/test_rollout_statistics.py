@@ -1,6 +1,7 @@
 """Metrics of samples beside a loss: against loops, and without an effect on the gradient."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_statistics_by_loops():
     assert {name: metric.value() for name, metric in metrics.items()} == pytest.approx(expected, rel=1e-11)
 
 
-def test_beside_a_loss_they_train_nothing():
+def test_beside_a_loss_statistics_have_no_gradient():
     """Also from hidden states, with and without a soft cap. Bug: a metric with a gradient."""
     logits, tokens, sampled = batch()
     hidden, weight = random_logits(3, 6, 4, 2, 1.0).requires_grad_(), random_logits(1, V, 4, 3, 1.0)[0].requires_grad_()
@@ -76,13 +77,7 @@ def test_beside_a_loss_they_train_nothing():
 def test_nothing_sampled():
     """Bug: a division by zero."""
     logits, tokens, sampled = batch()
-    none = SampledRows(
-        torch.zeros(3, dtype=torch.bool),
-        sampled.logprobs,
-        sampled.behaviour_logprobs,
-        sampled.advantages,
-        sampled.prompts,
-    )
+    none = replace(sampled, is_sampled=torch.zeros(3, dtype=torch.bool))
     out = plan_rollout_statistics(logits.requires_grad_(), tokens, none, vocab_size=V).compute()
     assert not torch.autograd.grad(out.loss, logits)[0].any()
     assert all(metric.value() == 0 for metric in out.metrics.values())
@@ -115,7 +110,7 @@ def test_overlap_across_tokenizers_is_by_exact_pairs():
     for b, i, j in places:
         mapped = {partner.get(token) for token in top(batch.student[b, i], 4)}
         shares.append(len(mapped & {*top(batch.teacher[b, j], 4)}) / 4)
-    arguments = batch.of_chunks | {"projection": batch.projection}
+    arguments = batch.chunk_arguments | {"projection": batch.projection}
     overlap = plan_chunk_overlap(batch.student, batch.teacher, **arguments, top_k=4).compute().metrics["overlap"]
     assert sum(shares) > 0
     assert (overlap.value(), overlap.count) == (pytest.approx(sum(shares) / len(shares)), len(shares))

@@ -47,13 +47,13 @@ def test_advantages_are_standardised_within_a_prompt():
     assert [plain[b] for b in (0, 2, 3)] == pytest.approx([x - mean for x in rewards], rel=1e-13)
 
 
-def test_equal_rewards_say_nothing():
+def test_equal_rewards_have_no_advantage():
     """Bug: a rounding of the mean divided by epsilon; 0.1 · 3 / 3 is not 0.1."""
     assert group_advantages(torch.full((3,), 0.1), [1, 1, 1], epsilon=0.0).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("name", WEIGHTINGS)
-def test_order_is_of_no_account(name):
+def test_order_does_not_matter(name):
     """To the bit. Bug: ranks that order rollouts differently compute different weights."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(60, generator=generator, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_no_overflow_and_rollouts_without_a_token():
 
 
 @pytest.mark.parametrize("name", WEIGHTINGS)
-def test_what_is_no_number_is_named(name):
+def test_values_that_are_not_finite_are_named(name):
     for wrong in (math.nan, math.inf):
         with pytest.raises(ConfigError, match=r"\[1\]=(nan|inf)"):
             WEIGHTINGS[name](torch.tensor([0.0, wrong]), [0, 0])
@@ -79,7 +79,7 @@ def test_what_is_no_number_is_named(name):
         WEIGHTINGS[name](torch.zeros(3), [0, 0])
 
 
-def test_coefficients_that_are_none():
+def test_invalid_coefficients_are_named():
     with pytest.raises(ConfigError, match="coefficient=0"):
         reward_weights(VALUES, PROMPTS, 0)
     with pytest.raises(ConfigError, match="coefficient=nan"):

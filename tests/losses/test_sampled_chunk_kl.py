@@ -63,7 +63,7 @@ def real_alignment() -> Batch:
 @pytest.mark.parametrize("batch_of", [two_tokenizers, random_alignment, real_alignment])
 @pytest.mark.parametrize("importance", [{}, {"importance_cap": 1.05}, SEQUENCES], ids=str)
 @pytest.mark.parametrize(("estimator", "update"), WAYS)
-def test_value_and_gradient_are_those_of_the_reference(batch_of, importance, estimator, update):
+def test_value_and_gradient_equal_the_reference(batch_of, importance, estimator, update):
     """Bugs: the ratio of a token instead of the chunk's, tokens of a chunk left out, a mean, the normalizer, a cap on
     the weight divided by the ratio, so that stale tokens count for more than the cap.
     """
@@ -82,7 +82,7 @@ def test_value_and_gradient_are_those_of_the_reference(batch_of, importance, est
     out = sampled_chunk_kl(
         student,
         batch.teacher,
-        **batch.of_chunks,
+        **batch.chunk_arguments,
         logprobs=logprobs,
         behaviour_logprobs=drawn,
         **term.model_dump(exclude=NOT_ARGUMENTS),
@@ -121,7 +121,7 @@ def test_chunks_of_one_token_a_side_are_the_form_for_one_tokenizer(estimator, up
     if is_old:
         options["logprobs"] = random_logits(1, 2, 7, 5, 1.0)[0] - 2
     student = batch.student.requires_grad_()
-    across = sampled_chunk_kl(student, batch.teacher, **batch.of_chunks, **options)
+    across = sampled_chunk_kl(student, batch.teacher, **batch.chunk_arguments, **options)
     mask = batch.student_chunk_id >= 0
     within = sampled_kl(student, batch.teacher, ids=batch.student_ids, mask=mask, **options)
     assert torch.equal(across.loss, within.loss)

@@ -51,14 +51,14 @@ def test_value_and_gradient_equal_the_dense_matrix(rows, seed):
     torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-13)
 
 
-def test_only_what_is_no_pair_is_summed():
+def test_only_unpaired_tokens_are_summed():
     """Bug: pairs with weight 1 are summed, which is slow and rounds."""
     block = sparse_of(dense(0)).block
     assert not np.isin(block.tokens, np.delete(PAIRS, 3)).any()
     assert {3, 15, 16, 17} <= set(block.tokens.tolist())
 
 
-def test_pairs_alone_are_a_copy():
+def test_only_pairs_are_a_copy():
     """Bug: an empty block fails, or the copy loses its gradient."""
     mass = log_mass(3)
     projected = sparse_of(np.eye(V)[:, ::-1]).log_project(mass)

@@ -50,7 +50,7 @@ def test_value_equals_the_loop(kind, support, normalization, top_k):
 
 
 @grid
-def test_gradient_is_that_of_the_value(kind, support, normalization):
+def test_gradient_fits_the_value(kind, support, normalization):
     """Bug: no gradient through rest cells, or one through the choice of columns."""
     teacher, student = pair(1)
     compare = Support(support, 3, normalization).compare
@@ -73,7 +73,7 @@ def test_equal_sides_give_exactly_zero(kind, support, normalization, dtype, top_
 
 @every_support
 @every_kind
-def test_parity_form_is_zero_where_sides_are_equal(kind, support):
+def test_parity_form_is_zero_for_equal_sides(kind, support):
     """Its gradient for equal sides is the formula's and not zero; that is why it is for parity only."""
     teacher, _ = pair(2)
     value = Support(support, 3, "full").compare(divergence_of(kind), teacher, teacher.clone())
@@ -180,7 +180,7 @@ def test_a_rest_that_only_one_side_can_have_is_dropped():
 
 
 @pytest.mark.parametrize(("width", "top_k"), [(3001, 5), (4096, 16), (4103, 60), (640, 39), (640, 41)])
-def test_the_largest_columns_are_those_of_a_search_through_the_row(width, top_k):
+def test_the_largest_columns_equal_a_search_through_the_row(width, top_k):
     """Bugs: columns in no group at any level, several in one group, and forbidden columns of −inf."""
     logits = torch.randn(4, width, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     logits[:, -1], logits[:, width // 3 : width // 3 + 3] = 9.0, torch.tensor([7.0, -torch.inf, 8.0]).double()
@@ -201,7 +201,7 @@ def test_the_rest_of_forbidden_columns_has_no_gradient():
     assert not gradient[0, 2:].any()
 
 
-def test_no_unit_is_no_value():
+def test_zero_units_have_zero_values():
     """Bug: a reduction over zero rows fails."""
     for columns in (Support(), Support("union", 2, "rest"), Support("teacher_topk", 2, "full")):
         student = torch.zeros(0, 500, requires_grad=True)

@@ -75,7 +75,7 @@ def check(case: cases.Case, batch: cases.Batch, top_k: int) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_tokens_are_the_live_teacher(name: str) -> None:
+def test_all_tokens_equal_the_live_teacher(name: str) -> None:
     """Catches a column, id or probability stored in another's place."""
     case = CASES[name]
     batch = case.batch()
@@ -86,7 +86,7 @@ def test_all_tokens_are_the_live_teacher(name: str) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 3, 6])
 @pytest.mark.parametrize("name", WITH_REFERENCE)
-def test_value_and_gradient_are_those_of_the_reference(name: str, top_k: int) -> None:
+def test_value_and_gradient_equal_the_reference(name: str, top_k: int) -> None:
     """Catches a stored token in a wrong cell, mass that is lost or counted twice, and a rest cell on one side only."""
     check(CASES[name], CASES[name].batch(), top_k)
 
@@ -99,7 +99,7 @@ def test_other_divergences(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WITH_REFERENCE])
-def test_gradient_is_that_of_the_value(name: str) -> None:
+def test_gradient_fits_the_value(name: str) -> None:
     """For losses without a reference. Catches a rest cell whose gradient is lost, or is NaN if all cells have mass."""
     case, top_k = CASES[name], 3
     batch = case.batch(scale=1.0)
@@ -117,7 +117,7 @@ def test_gradient_is_that_of_the_value(name: str) -> None:
 @pytest.mark.parametrize("name", BOUNDED)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 999), scale=st.floats(0.3, 6))
-def test_grows_with_the_tokens_that_are_known(name: str, seed: int, scale: float) -> None:
+def test_the_loss_grows_with_the_number_of_known_tokens(name: str, seed: int, scale: float) -> None:
     """Catches a rest cell that is not a coarser view: it must never exceed the full divergence (methods.md §9.1)."""
     case = CASES[name]
     batch = case.batch(seed, scale=scale)
@@ -129,7 +129,7 @@ def test_grows_with_the_tokens_that_are_known(name: str, seed: int, scale: float
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_places_without_a_token_say_nothing(name: str) -> None:
+def test_places_without_a_token_are_ignored(name: str) -> None:
     """A server's head can have rows that are not tokens among the likeliest. Catches `uld` reading such a place as a
     token of probability 0.
     """
@@ -193,7 +193,7 @@ def test_three_bytes_are_near_four() -> None:
     assert torch.equal(exact.log_rest, near.log_rest)
 
 
-def test_rows_say_what_they_were_made_of() -> None:
+def test_decoded_rows_equal_the_encoded_ones() -> None:
     """Catches a rest that includes the next token, an entropy of only the stored tokens, and ids above 2¹⁶."""
     generator = torch.Generator().manual_seed(0)
     log_p = torch.randn(4, 70_000, generator=generator).mul(5).log_softmax(1)
@@ -220,7 +220,7 @@ def test_rows_say_what_they_were_made_of() -> None:
         ("uld", {"compat": "trl"}, "merge=observed"),
     ],
 )
-def test_what_needs_the_whole_distribution_is_refused(name: str, options: dict, message: str) -> None:
+def test_settings_that_need_the_full_distribution_are_refused(name: str, options: dict, message: str) -> None:
     """Catches a setting computed on part of a distribution as if it were complete."""
     case = CASES[name]
     with pytest.raises(ConfigError, match=message):
@@ -229,7 +229,7 @@ def test_what_needs_the_whole_distribution_is_refused(name: str, options: dict, 
 
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("case", NEXT_TOKEN_CASES, ids=str)
-def test_what_reads_the_next_token_alone_is_the_live_teacher(case: cases.Case, top_k: int) -> None:
+def test_losses_of_the_next_token_equal_the_live_teacher(case: cases.Case, top_k: int) -> None:
     """Catches a next token's probability that is counted in a rest cell, or read at another position."""
     batch = case.batch()
     results = case.value_and_gradient(truncated(batch, top_k))
@@ -245,7 +245,7 @@ def test_nothing_to_compare(name: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2])
-def test_chunks_of_one_token_alone(length: int) -> None:
+def test_only_chunks_of_one_token(length: int) -> None:
     """Catches a block without a chain of several teacher tokens; `byte_prefix` reads no row for it."""
     case = CASES["byte_prefix"]
     batch = case.batch()
@@ -256,14 +256,14 @@ def test_chunks_of_one_token_alone(length: int) -> None:
     check(case, batch, 3)
 
 
-def test_losses_of_other_kinds_refuse() -> None:
+def test_tcad_refuses_a_truncated_teacher() -> None:
     """Catches a loss that reads the rest column as a token."""
     case = next(case for case in cases.LOSSES if case.name == "tcad")
     with pytest.raises(ConfigError, match="whole distribution"):
         case.run(truncated(case.batch(), 3))
 
 
-def test_the_rest_is_left_out_where_all_that_the_student_has_is_reached() -> None:
+def test_the_rest_is_left_out_if_every_student_token_is_reached() -> None:
     """Catches a cell that only other units have, used as this unit's rest cell: the value was 6.8e37."""
     pieces = [b"a", b"ab", b"b", b"ba"]
     matrix = spelled_matrix([], 2, pieces, [[0], [0], [1], [1]])

@@ -195,7 +195,7 @@ def test_pieces_choose_the_maps(pieces: Any) -> None:
     check(SharedPrefixTerm(pieces=pieces), replace(two_tokenizers(), projection=SPELLED))
 
 
-def test_a_shared_token_beyond_a_smaller_vocabulary_is_no_cell() -> None:
+def test_a_shared_token_beyond_a_smaller_vocabulary_is_not_a_cell() -> None:
     """Only the teacher's token 8 is in cell 4. Bug: the cell is kept, with probability 0."""
     batch = two_tokenizers()
     batch = batch.with_logits(batch.student, batch.teacher[..., :8])
@@ -274,7 +274,7 @@ def test_uld_of_the_same_probabilities_is_exactly_zero() -> None:
     assert run(ULDTerm(), batch.with_logits(batch.student, batch.student[..., order]))[0] <= 8 * 2**-52
 
 
-def test_byte_prefix_of_a_certain_continuation_leaves_what_the_others_had() -> None:
+def test_byte_prefix_keeps_tiny_mass_beside_a_certain_continuation() -> None:
     """R = 1 − e^−300. Bug: u(φ(y_1)) rounds to 0 and loses e^−300 of q(y_1), which the reverse KL sees."""
     batch = two_tokenizers().to(torch.float32)
     teacher = torch.zeros_like(batch.teacher)

@@ -63,7 +63,7 @@ def test_value_gradient_and_metrics(settings: dict) -> None:
     out = sampled_chunk_kl(
         student,
         batch.teacher,
-        **batch.of_chunks,
+        **batch.chunk_arguments,
         mask=mask,
         logprobs=logprobs,
         behaviour_logprobs=drawn,
@@ -92,7 +92,7 @@ def test_chunks_of_one_token_have_the_whole_advantage(shares: str) -> None:
     batch = one_tokenizer(3)
     student = batch.student.requires_grad_()
     plain, shared = (
-        sampled_chunk_kl(student, batch.teacher, **batch.of_chunks, shares=way) for way in ("chunk", shares)
+        sampled_chunk_kl(student, batch.teacher, **batch.chunk_arguments, shares=way) for way in ("chunk", shares)
     )
     assert torch.equal(plain.loss, shared.loss)
     assert torch.equal(*(torch.autograd.grad(out.loss, student)[0] for out in (plain, shared)))
@@ -104,6 +104,8 @@ def test_a_certain_chunk_has_equal_shares() -> None:
     certain = torch.full_like(batch.student, -1e4)
     certain[:, :-1].scatter_(2, batch.student_ids[:, 1:, None].long(), 0.0)
     student = certain.requires_grad_()
-    ways = [sampled_chunk_kl(student, batch.teacher, **batch.of_chunks, shares=way) for way in ("equal", "logprobs")]
+    ways = [
+        sampled_chunk_kl(student, batch.teacher, **batch.chunk_arguments, shares=way) for way in ("equal", "logprobs")
+    ]
     assert torch.isfinite(ways[1].loss)
     assert torch.equal(ways[0].loss, ways[1].loss)
