@@ -22,7 +22,6 @@ from benchmarks.step_gold import checkpointing, prompt_end
 
 os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
 OWN = "trl_own"
-"""End of the names of settings with GOLD's own defaults."""
 _SPARE = 4
 """Tokens left free in a window: the one that ends a completion, and those that the cut after the prompt adds."""
 
@@ -51,17 +50,16 @@ def run_gold(setting: Setting, seed: int, steps: int, config: dict[str, Any], pl
     from trl.experimental.gold import GOLDTrainer
 
     began = time.perf_counter()
-    student, teacher = Path(config["student"]["model"]), Path(config["teachers"][0]["model"])
-    validation = place.languages_validation if setting.experiment == "languages" else place.validation
+    student = Path(config["student"]["model"])
     tokenizer = AutoTokenizer.from_pretrained(student)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    given = arguments(setting, seed, steps, config)
+    given = arguments(setting, seed, steps, config, place)
     watch = _Watch()
     trainer = GOLDTrainer(
         model=AutoModelForCausalLM.from_pretrained(student, dtype="float32"),
-        teacher_model=AutoModelForCausalLM.from_pretrained(teacher, dtype=config["student"]["dtype"]),
+        teacher_model=AutoModelForCausalLM.from_pretrained(place.original, dtype="bfloat16"),
         args=_arguments_of_trl(given),
-        train_dataset=_dataset(config, [tokenizer, AutoTokenizer.from_pretrained(teacher)], seed),
+        train_dataset=_dataset(place.train, tokenizer, place, config["train"]["max_length"], seed),
         processing_class=tokenizer,
         callbacks=[watch],
     )
@@ -75,9 +73,9 @@ def run_gold(setting: Setting, seed: int, steps: int, config: dict[str, Any], pl
         seed,
         steps,
         given,
-        start=bits_per_byte(student, validation),
-        end=bits_per_byte(final, validation),
-        teacher=bits_per_byte(teacher, validation),
+        start=bits_per_byte(student, place.validation),
+        end=bits_per_byte(final, place.validation),
+        teacher=bits_per_byte(place.original, place.validation),
         curves={"train/loss": watch.losses},
         cpu_s_per_step=median(watch.cpu_s),
         cpu_s=sum(watch.cpu_s),
@@ -89,8 +87,8 @@ def run_gold(setting: Setting, seed: int, steps: int, config: dict[str, Any], pl
     )
 
 
-def arguments(setting: Setting, seed: int, steps: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Return GOLD's settings that are not its defaults, and unless these are asked for, our optimizer and weights."""
+def arguments(setting: Setting, seed: int, steps: int, config: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Return GOLD's settings that are not its defaults; in `trl_ours` also the optimizer and the loss's weights."""
     rows = config["train"]["global_batch_size"]
     given: dict[str, Any] = {
         "output_dir": config["run"]["output_dir"],
@@ -101,7 +99,7 @@ def arguments(setting: Setting, seed: int, steps: int, config: dict[str, Any]) -
         "max_completion_length": 1,
         "lmbda": 0.0,
         "use_uld_loss": True,
-        "teacher_tokenizer_name_or_path": config["teachers"][0]["model"],
+        "teacher_tokenizer_name_or_path": str(place.original),
         "bf16": config["student"]["dtype"] == "bfloat16",
         "use_cpu": True,
         "save_strategy": "no",
@@ -110,7 +108,7 @@ def arguments(setting: Setting, seed: int, steps: int, config: dict[str, Any]) -
         "disable_tqdm": True,
         **checkpointing(False),
     }
-    if setting.name.endswith(OWN):
+    if setting.name == OWN:
         return given
     return given | {
         "uld_use_hybrid_loss": True,
@@ -129,21 +127,18 @@ def _arguments_of_trl(given: dict[str, Any]) -> Any:
     return GOLDConfig(**given)
 
 
-def _dataset(config: dict[str, Any], tokenizers: list[Any], seed: int) -> Any:
-    """Return windows of the training texts that fit both models, as prompts of a few characters and completions.
-
-    tokenizers: of the student and the teacher.
-    """
+def _dataset(train: Path, tokenizer: Any, place: Place, max_length: int, seed: int) -> Any:
+    """Return windows of the training texts that fit both models, as prompts of a few characters and completions."""
     from datasets import Dataset
 
-    (train,) = map(Path, config["data"]["train"]["jsonl_files"])
+    tokenizers = [tokenizer, AutoTokenizer.from_pretrained(place.original)]
     texts = [
         window
         for line in train.read_text(encoding="utf-8").splitlines()
-        for window in _windows(json.loads(line)["text"], tokenizers, config["train"]["max_length"] - _SPARE)
+        for window in _windows(json.loads(line)["text"], tokenizers, max_length - _SPARE)
     ]
     random.Random(seed).shuffle(texts)
-    ends = [prompt_end(text, tokenizers[0]) for text in texts]
+    ends = [prompt_end(text, tokenizer) for text in texts]
     rows = [{"prompt": text[:end], "completion": text[end:]} for text, end in zip(texts, ends, strict=True)]
     return Dataset.from_list(rows)
 

@@ -1,7 +1,7 @@
 """What the real-model benchmark compares: each setting is what a run's configuration has beside the common part."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from benchmarks.real_models.place import Place
@@ -222,10 +222,6 @@ WITH_GEMMA = [
     ),
     _with_gemma("p_kl", "cross-entropy and p_kl", "p_kl"),
     _with_gemma("gold", "cross-entropy and gold", "gold"),
-    *(
-        replace(_with_gemma(name, f"TRL GOLD, {about}", "gold"), trainer="trl")
-        for name, about in (("trl_ours", "our optimizer and weights"), ("trl_own", "its own defaults"))
-    ),
     _with_gemma("alm", "cross-entropy and alm at temperature 100", "alm"),
     _with_gemma("alm_1", "cross-entropy and alm at temperature 1", "alm", temperature=1.0),
 ]
