@@ -1,4 +1,4 @@
-"""The package's docstrings, comments and names stay plain: density of phrases and names that a reader stumbles over."""
+"""Docstrings, comments and names stay plain: density of phrases and names that a reader stumbles over."""
 
 import ast
 import io
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "nemo_opd"
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("nemo_opd", "tests")
 _IS = "(?:is|are|was|were)"
 _PREPOSITION = "(?:of|in|with|by|from|to|on|at|for|through|over|into|after|before|between)"
 _SUBJECT = "there|it|that|this|the|they|an?|no|none|one|some|all|both|each|nothing|not|its|these|those|another|[a-z]+s"
@@ -35,11 +36,11 @@ MOST_VAGUE = 2.0
 
 
 @cache
-def texts() -> list[tuple[str, str]]:
+def texts(folder: str) -> list[tuple[str, str]]:
     """Docstrings, also of fields, and comments, each with its place."""
     pieces = []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        source, name = file.read_text(encoding="utf-8"), file.relative_to(PACKAGE)
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        source, name = file.read_text(encoding="utf-8"), file.relative_to(ROOT)
         for node in ast.walk(ast.parse(source)):
             if (
                 isinstance(node, ast.Expr)
@@ -53,20 +54,22 @@ def texts() -> list[tuple[str, str]]:
     return pieces
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("kind", PHRASES)
-def test_few_hard_phrases(kind: str) -> None:
+def test_few_hard_phrases(kind: str, folder: str) -> None:
     """Catches a language of its own growing back."""
     pattern, limit = PHRASES[kind]
-    hits = [f"{place}: {text[:100]}" for place, text in texts() for _ in re.findall(pattern, text)]
-    num_words = sum(len(text.split()) for _, text in texts())
+    hits = [f"{place}: {text[:100]}" for place, text in texts(folder) for _ in re.findall(pattern, text)]
+    num_words = sum(len(text.split()) for _, text in texts(folder))
     assert 1000 * len(hits) / num_words <= limit, "\n".join(hits)
 
 
-def test_few_vague_names() -> None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_few_vague_names(folder: str) -> None:
     """Catches locals that do not say what they hold."""
     names = [
-        (f"{file.relative_to(PACKAGE)}:{node.lineno}", node.id if isinstance(node, ast.Name) else node.arg)
-        for file in sorted(PACKAGE.rglob("*.py"))
+        (f"{file.relative_to(ROOT)}:{node.lineno}", node.id if isinstance(node, ast.Name) else node.arg)
+        for file in sorted((ROOT / folder).rglob("*.py"))
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Name | ast.arg)
     ]
