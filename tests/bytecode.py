@@ -1,7 +1,7 @@
-"""Bytecode that the processes of all test sessions share.
+"""A bytecode cache that all processes of the tests share.
 
-Where Python may write none and no installer has, each of the hundred processes that tests start compiles torch,
-transformers and what these import anew: more than half of the time that it takes to start.
+Without bytecode beside the sources, each of the hundred processes that tests start compiles torch, transformers and
+their imports again, which takes more than half of its start-up time.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def share() -> None:
-    """Where nothing may be written beside the sources: a folder of this user's for this process and its children."""
+    """Keep bytecode in a private folder, also for child processes, if Python may not write it beside the sources."""
     if not sys.dont_write_bytecode:
         return
     folder = Path(tempfile.gettempdir()) / f"nemo_opd_bytecode_{os.getuid()}"
@@ -25,6 +25,6 @@ def share() -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Nobody else can have put code there."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    """Return whether only this user can have put code there."""
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077

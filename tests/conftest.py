@@ -1,9 +1,9 @@
-"""Shared by all tests: one thread, no haste, caches in a temporary folder, GPU tests only where there is a GPU.
+"""Settings of all tests: one thread, no deadlines, caches in a temporary folder, GPU tests skipped without a GPU.
 
-PyTorch and transformers are imported late: the process that shares out the tests needs neither.
+PyTorch and transformers are imported late: xdist's controller, which distributes the tests, does not need them.
 """
 
-# ruff: noqa: E402, what comes first is for the imports
+# ruff: noqa: E402, the imports depend on the statements before them
 from tests import bytecode
 
 bytecode.share()
@@ -12,14 +12,14 @@ import gc
 import os
 import signal
 
-# In the background of a shell it is ignored, also by what tests start, which would wait in vain to be interrupted.
+# A shell's background jobs ignore SIGINT, and so would processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Threads that wait for others would spin, which takes the cores from those: of a tiny model, nine tenths of the time.
-# Sums are the same to the last bit in every layout only with equally many. OpenMP reads both when torch is imported, in
-# this process and in all that tests start.
+# PASSIVE: waiting threads would spin and take the cores from working ones, which costs a tiny model 90 % of its time.
+# One thread: sums are bitwise equal in every layout only with equal thread counts. OpenMP reads both variables when
+# torch is imported, in this process and in those that tests start.
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
-# Help and tables are as wide as where there is no terminal.
+# Help and tables get the width that they have without a terminal.
 os.environ.pop("COLUMNS", None)
 
 from collections.abc import Generator, Iterator
@@ -37,10 +37,10 @@ from tests import costs
 if TYPE_CHECKING:
     from tests.tiny import Tiny
 
-# A busy machine is slow, which says nothing about the code.
+# A slow example on a busy machine is not a bug.
 settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
-# Of clusters that tests start themselves: their workers would give way to all others and hardly get anything done.
+# Workers of clusters that tests start would yield to every other process and hardly make progress.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, the name that Ray reads
 TOGETHER = {
     "the reference run": ("training/test_run.py", "training/test_resume.py"),
@@ -57,7 +57,7 @@ TOGETHER = {
         "losses/test_real_positions.py",
     ),
 }
-"""Files that share what takes long to make, bytecode of vLLM included; one process has them all."""
+"""Groups of files that share slow fixtures or vLLM's bytecode; one process runs a whole group."""
 LONGEST = (
     "vLLM",
     "the reference run",
@@ -78,7 +78,7 @@ LONGEST = (
     "training/test_on_policy.py",
     "models/test_generation.py",
 )
-"""Files by the time they take, the longest first: processes that share them out are done at about the same time."""
+"""Files or groups, the slowest first, so that all processes finish at about the same time."""
 _GROUPS = {file: group for group, files in TOGETHER.items() for file in files}
 _PLACES = {file: place for place, file in enumerate([file for name in LONGEST for file in TOGETHER.get(name, (name,))])}
 
@@ -91,14 +91,14 @@ class ByFile(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile | None:
-    """Return the scheduler of the settings, `--dist loadfile`; xdist has those of other modes."""
+    """Return the scheduler for `--dist loadfile`, our default; None leaves other modes to xdist."""
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Pause the garbage collector while files are imported; afterwards it scans the objects of tests alone."""
-    if session.config.getoption("dist") == "no":  # as in each process that runs tests
+    """Pause the garbage collector during imports, and exclude the imported objects from later collections."""
+    if session.config.getoption("dist") == "no":  # also the value in xdist's workers
         import torch
 
         torch.set_num_threads(1)
@@ -142,7 +142,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_charts() -> Iterator[None]:
-    """Reports have none, which take more than half of a short run's time, but for tests that patch PLOTS back."""
+    """Leave charts out of reports: they take more than half of a short run's time. Some tests patch PLOTS back."""
     from nemo_opd.logging import report
 
     with pytest.MonkeyPatch.context() as patch:

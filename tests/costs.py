@@ -1,4 +1,4 @@
-"""What a test may cost, by its marker: one without any is `unit`, and computes in this process alone."""
+"""Costs that a test's marker allows: a test without a marker is `unit` and starts no process."""
 
 import multiprocessing.process
 import os
@@ -9,21 +9,21 @@ from typing import Any
 
 MARKERS = {"world", "ray", "server", "tokenizers", "nightly", "gpu"}
 PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")
-"""Events of Python's audit hooks."""
+"""Events of Python's audit hooks that start a process."""
 ALLOWED = {"fc-list", "template_process.py"}
-"""Programs that start once: matplotlib's for its list of fonts, and the one that renders chat templates."""
+"""Programs that may start in unit tests, once: matplotlib lists fonts, and a process renders chat templates."""
 unit_test: str | None = None
-"""The unit test that runs now."""
+"""Id of the running unit test, or None."""
 
 
 def refuse(what: str, marker: str) -> None:
-    """Fail a unit test that does something else: `pytest -m unit` is the loop that takes a minute or two."""
+    """Fail a unit test that needs a marker: `pytest -m unit` must stay a loop of one or two minutes."""
     if unit_test is not None:
         raise AssertionError(f"{unit_test} is a unit test and {what}; mark it {marker}")
 
 
 def check_threads(test: str) -> None:
-    """Fail a test that leaves a user's code under way: as it holds the interpreter's lock, all that follows is slow."""
+    """Fail a test that leaves a user's code running: it holds the GIL, which slows down all later tests."""
     for thread in threading.enumerate():
         if thread.name == "user's code":
             thread.join(5)
@@ -44,5 +44,5 @@ def _start(process: Any) -> None:
 
 _start_unwatched: Any = multiprocessing.process.BaseProcess.start
 sys.addaudithook(_watch)
-# Those of a fork server and spawned ones are no event.
+# Processes of a fork server and spawned processes raise no audit event.
 multiprocessing.process.BaseProcess.start = _start  # type: ignore[method-assign]

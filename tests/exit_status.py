@@ -1,4 +1,4 @@
-"""A command of the package, in this process."""
+"""Runs a command of the package in this process."""
 
 from contextlib import ExitStack
 
@@ -8,7 +8,7 @@ from nemo_opd.cli.main import main
 
 
 def exit_status(*words: object) -> int:
-    """Its exit status, also where it exits by itself, after an error or its help."""
+    """Return the command's exit status, also if it raises SystemExit after an error or its help."""
     with ExitStack() as stack:
         ended = stack.enter_context(pytest.raises(SystemExit))
         status = main([str(word) for word in words])

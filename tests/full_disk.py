@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """Refuse larger files inside, as the kernel does where a disk is full.
+    """Limit the size of files in the body, so that writes fail as on a full disk.
 
-    No bytecode is written meanwhile: Python would leave truncated files of it, which later imports fail on.
+    Bytecode is off meanwhile: Python would leave truncated files that later imports fail on.
     """
     limits, writes_none = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
     sys.dont_write_bytecode = True

@@ -1,4 +1,4 @@
-"""Packings of sequences by their lengths."""
+"""Packings for tests that only need lengths; all ids are 0."""
 
 import torch
 from torch import Tensor
@@ -14,6 +14,6 @@ def packing_of(*lengths: int, width: int | None = None) -> Packing:
 
 
 def unpadded(ids: Tensor) -> Packing:
-    """Of sequences [B, S] that have no padding."""
+    """Return the packing of ids [B, S] without padding."""
     num_rows, width = ids.shape
     return packing_of(*[width] * num_rows)

@@ -1,10 +1,10 @@
-"""A GPU that is none, which counts what a real one would be asked for: kernels, bytes, copies, and waits of the host.
+"""A pretended GPU that counts the kernels, bytes, copies and host waits that a real GPU would see.
 
-Its tensors say `pretend:0` and hold their values in host memory, where they are computed; or only their shapes, which
-takes no memory and no time, for programs that never read a value back. Operations on tensors of both devices are
-refused, as CUDA refuses them. It knows no streams, no speed and no limits of CUDA's kernels.
+Its tensors have the device `pretend:0` and keep their values in host memory, or only their shapes: that costs no memory
+and no time, and suits programs that never read a value back. Operations that mix both devices raise an error, as with
+CUDA. Streams, speed and the limits of CUDA's kernels are not modelled.
 
-Use it in a process of its own: PyTorch has one place for devices that it does not know, and keeps what is put there.
+Use it in a separate process: PyTorch can register one custom device, and not unregister it.
 """
 
 from __future__ import annotations
@@ -32,47 +32,47 @@ WAITS = {
     *("_local_scalar_dense", "bincount", "equal", "masked_select", "nonzero"),
     *("_unique2", "unique_consecutive", "unique_dim"),
 }
-"""Operations of which the host needs the result, or its size."""
+"""Operations that make the host wait for their result or its size."""
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 COLLECTIVES = {"c10d", "_c10d_functional"}
 
 
 @dataclass
 class Work:
-    """Work that the pretended GPU was given."""
+    """Work of the pretended GPU."""
 
     kernels: list[Kernel] = field(default_factory=list)
     waits: Counter[str] = field(default_factory=Counter)
-    """Times that the host needs a value, by operation and place."""
+    """How often the host waits for a value, keyed by operation and source line."""
     copies: Counter[str] = field(default_factory=Counter)
-    """Copies from the host, by place."""
+    """Copies from the host, keyed by source line."""
 
     @property
     def num_bytes(self) -> int:
         return sum(kernel.num_bytes for kernel in self.kernels)
 
     def taken(self) -> dict[str, Any]:
-        """Return what there is as plain values, and begin again."""
-        found = {
+        """Return the counts as plain values and reset them."""
+        counts = {
             "kernels": len(self.kernels),
             "bytes": self.num_bytes,
             "waits": dict(self.waits),
             "copies": dict(self.copies),
         }
         self.clear()
-        return found
+        return counts
 
     def clear(self) -> None:
-        for each in (self.kernels, self.waits, self.copies):
-            each.clear()
+        for record in (self.kernels, self.waits, self.copies):
+            record.clear()
 
 
 @contextmanager
 def counted(*, has_values: bool = True) -> Iterator[Work]:
-    """Inside, the device is there; yield what it is asked for.
+    """Provide the device and yield its work.
 
-    has_values: False for a device that knows shapes only, of which the host reads ones, and on which Triton's kernels
-    are counted as what they say of themselves; else they are not used.
+    has_values: False for tensors with shapes only; the host then reads ones, and Triton's kernels count the bytes that
+    they report. With values, Triton's kernels are not used.
     """
     mode = _Mode(torch.device("cpu" if has_values else "meta"))
     lifts = torch._C._only_lift_cpu_tensors()
@@ -80,7 +80,7 @@ def counted(*, has_values: bool = True) -> Iterator[Work]:
     try:
         with (
             mode,
-            patch.object(Fused, "as_compiled", lambda *given, **more: mode.fused(*given, **more)),
+            patch.object(Fused, "as_compiled", lambda *arguments, **keywords: mode.fused(*arguments, **keywords)),
             patch.object(launch, "is_supported", lambda device: device == NAME and not has_values),
             patch.object(launch, "launch", mode.launched),
         ):
@@ -148,14 +148,14 @@ DEVICE = torch.device(NAME, 0)
 
 
 class OnDevice(Tensor):
-    """A tensor of the device, with its values on the host."""
+    """A tensor of the device; `held` has its values, on the host."""
 
     held: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, held: Tensor) -> OnDevice:
-        made: OnDevice = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: OnDevice = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             held.size(),
             strides=held.stride(),
@@ -163,8 +163,8 @@ class OnDevice(Tensor):
             dtype=held.dtype,
             device=DEVICE,
         )
-        made.held = held
-        return made
+        tensor.held = held
+        return tensor
 
     def __init__(self, held: Tensor) -> None: ...
 
@@ -188,72 +188,72 @@ class _Mode(TorchDispatchMode):
         """Call a function that would be compiled, and count one kernel."""
         self._fusing = fusing = Fusing()
         try:
-            made = function.function(*args, **kwargs)
+            result = function.function(*args, **kwargs)
         finally:
             self._fusing = None
-        is_made = fusing.inner.keys() | fusing.gathered.keys()
-        written = sum(size(each) for each in tree_iter(made) if id(each) in is_made)
+        computed = fusing.inner.keys() | fusing.gathered.keys()
+        written = sum(size(tensor) for tensor in tree_iter(result) if id(tensor) in computed)
         self.work.kernels.append(Kernel(f"compiled {function.function.__name__}", fusing.num_bytes + written, 0))
-        return made
+        return result
 
     def launched(self, name: str, num_bytes: int, run: object, *, without: str = "") -> None:
         """Count a kernel of Triton's."""
         self.work.kernels.append(Kernel(f"triton {name}", num_bytes, 0))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(not issubclass(each, OnDevice | torch.nn.Parameter) and each is not Tensor for each in types):
+        if any(not issubclass(kind, OnDevice | torch.nn.Parameter) and kind is not Tensor for kind in types):
             return NotImplemented
         kwargs = dict(kwargs or {})
         namespace, _, name = function._schema.name.partition("::")
-        given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        ours = [each for each in given if isinstance(each, OnDevice)]
-        wanted = kwargs.get("device")
-        is_made_here = wanted is not None and torch.device(wanted).type == NAME
-        if not ours and not is_made_here:
+        tensors = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)]
+        ours = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
+        device = kwargs.get("device")
+        is_created_here = device is not None and torch.device(device).type == NAME
+        if not ours and not is_created_here:
             return function(*args, **kwargs)
         if name == "_to_copy":
             return self._copied(function, args[0], kwargs)
         if name == "copy_" and len(ours) == 1:
             return self._copied_into(*args)
-        # Without a tensor of ours the others are a pattern, as for `empty_like`.
-        others = [each for each in given if ours and each.dim() and not isinstance(each, OnDevice)]
+        # Without a tensor of the device, host tensors only give the shape, as in `empty_like`.
+        host_tensors = [tensor for tensor in tensors if ours and tensor.dim() and not isinstance(tensor, OnDevice)]
         if namespace not in COLLECTIVES:
-            self._look(name, args, kwargs, others)
+            self._look(name, args, kwargs, host_tensors)
         if name == "_local_scalar_dense" and self._holder.type == "meta":
             return torch.ones((), dtype=args[0].dtype).item()
-        if is_made_here:
+        if is_created_here:
             kwargs["device"] = self._holder
         held_args, held_kwargs = tree_map(self._held, args), tree_map(self._held, kwargs)
         if function is torch.ops.aten.addmm.dtype_out and self._holder.type == "meta":
-            made = held_kwargs["out"]  # which torch 2.11 cannot compute: it takes the dtype for a factor
+            result = held_kwargs["out"]  # torch 2.11 fails here: it takes the dtype for a factor
         else:
-            made = function(*held_args, **held_kwargs)
-        flops = flops_of(function, held_args, held_kwargs, made)
+            result = function(*held_args, **held_kwargs)
+        flops = flops_of(function, held_args, held_kwargs, result)
         if self._fusing is None:
-            read = [each for each in tree_iter((args, kwargs | {"out": None})) if isinstance(each, Tensor)]
-            self._count(name, read, [each for each in tree_iter(made) if isinstance(each, Tensor)], flops)
-            return _returned(function, args, kwargs, made, ours)
-        returned = _returned(function, args, kwargs, made, ours)
-        self._fusing.note(name, ours, [each for each in tree_iter(returned) if isinstance(each, OnDevice)])
+            read = [tensor for tensor in tree_iter((args, kwargs | {"out": None})) if isinstance(tensor, Tensor)]
+            self._count(name, read, [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)], flops)
+            return _returned(function, args, kwargs, result, ours)
+        returned = _returned(function, args, kwargs, result, ours)
+        self._fusing.note(name, ours, [tensor for tensor in tree_iter(returned) if isinstance(tensor, OnDevice)])
         return returned
 
     def _copied(self, function: Any, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        wanted = kwargs.pop("device", None)
-        target = source.device.type if wanted is None else torch.device(wanted).type
+        device = kwargs.pop("device", None)
+        target = source.device.type if device is None else torch.device(device).type
         for name in ("pin_memory", "non_blocking"):
             kwargs.pop(name, None)
         held = function(self._held(source), **kwargs)
         if target != NAME:
             self.work.waits[f"to the host, {_place()}"] += 1
             return torch.ones_like(held, device="cpu") if held.is_meta else held
-        made = OnDevice(held.clone() if held is source else held)
+        copy = OnDevice(held.clone() if held is source else held)
         if not isinstance(source, OnDevice):
             self.work.copies[_place()] += 1
         elif self._fusing is None:
-            self._count("_to_copy", [source], [made])
+            self._count("_to_copy", [source], [copy])
         else:
-            self._fusing.note("_to_copy", [source], [made])
-        return made
+            self._fusing.note("_to_copy", [source], [copy])
+        return copy
 
     def _copied_into(self, target: Tensor, source: Tensor, *_: object) -> Tensor:
         if isinstance(target, OnDevice):
@@ -270,43 +270,45 @@ class _Mode(TorchDispatchMode):
         is_of_another = isinstance(value, Tensor) and value.dim() and self._holder.type == "meta"
         return value.to("meta") if is_of_another else value
 
-    def _look(self, name: str, args: Any, kwargs: dict[str, Any], others: list[Tensor]) -> None:
-        """Count a wait for the device. Raises RuntimeError where tensors are on two devices."""
-        if others and name in INDEXING:
+    def _look(self, name: str, args: Any, kwargs: dict[str, Any], host_tensors: list[Tensor]) -> None:
+        """Count a wait for the device. Raises RuntimeError if tensors are on two devices."""
+        if host_tensors and name in INDEXING:
             self.work.copies[f"an index, {_place()}"] += 1
-        elif others:
+        elif host_tensors:
             raise RuntimeError(f"{name} of tensors on {NAME} and cpu: {_place()}")
         is_masked = name in INDEXING and any(
-            isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_iter(args[1])
+            isinstance(index, Tensor) and index.dtype == torch.bool for index in tree_iter(args[1])
         )
         has_unknown_size = name == "repeat_interleave" and kwargs.get("output_size") is None
         is_checked = name == "segment_reduce" and not kwargs.get("unsafe", False)
         if name in WAITS or is_masked or has_unknown_size or is_checked:
             self.work.waits[f"{name}, {_place()}"] += 1
 
-    def _count(self, name: str, given: list[Tensor], made: list[Tensor], flops: int = 0) -> None:
-        if (kernel := kernel_of(name, given, made, flops)) is not None:
+    def _count(self, name: str, inputs: list[Tensor], outputs: list[Tensor], flops: int = 0) -> None:
+        if (kernel := kernel_of(name, inputs, outputs, flops)) is not None:
             self.work.kernels.append(kernel)
 
 
-def _returned(function: Any, args: Any, kwargs: dict[str, Any], made: Any, ours: list[OnDevice]) -> Any:
-    """Return what the operation returns: the tensors that it wrote into, or new ones of the device."""
-    known = {id(each.held): each for each in ours}
+def _returned(function: Any, args: Any, kwargs: dict[str, Any], result: Any, ours: list[OnDevice]) -> Any:
+    """Return the tensors that the operation wrote into, or its result as tensors of the device."""
+    wrappers = {id(value.held): value for value in ours}
     written = [
         args[i] if i < len(args) else kwargs.get(argument.name)
         for i, argument in enumerate(function._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    if isinstance(made, Tensor) and written:
+    if isinstance(result, Tensor) and written:
         return written[0]
-    return tree_map(lambda each: known.get(id(each), OnDevice(each)) if isinstance(each, Tensor) else each, made)
+    return tree_map(
+        lambda value: wrappers.get(id(value), OnDevice(value)) if isinstance(value, Tensor) else value, result
+    )
 
 
 def _place() -> str:
     """Return the innermost line of the package or of transformers that is running."""
     for frame in reversed(traceback.extract_stack()):
         for folder in ("/nemo_opd/", "/transformers/"):
-            head, found, tail = frame.filename.rpartition(folder)
-            if found and "/tests/" not in head:
+            head, folder_name, tail = frame.filename.rpartition(folder)
+            if folder_name and "/tests/" not in head:
                 return f"{tail}:{frame.lineno}"
     return "tests"

@@ -1,4 +1,4 @@
-"""What kernels of PyTorch's operations read and write, and what code compiled from several would."""
+"""Bytes that the kernels of PyTorch's operations move, alone or fused by the compiler."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FILLS = {
     "zeros_like",
 }
 GATHERS = {"index_select", "gather", "index", "embedding"}
-"""Operations that read as much as they make."""
+"""Operations that read as many bytes as they write."""
 SCATTERS = {"scatter_add_", "index_add_", "index_copy_", "index_fill_", "index_put_", "scatter_", "_index_put_impl_"}
-"""Operations that read and write as much as they are given besides."""
+"""Operations that read and write as many bytes as their arguments after the first have."""
 
 
 @dataclass(frozen=True)
@@ -41,75 +41,76 @@ class Kernel:
 
     name: str
     num_bytes: int
-    """Read and written, none of it from a cache."""
+    """Bytes read and written, without any cache."""
     flops: int
-    """Of matrix products and attention."""
+    """FLOPs of matrix products and attention; 0 for other operations."""
 
 
-def kernel_of(name: str, given: list[Tensor], made: list[Tensor], flops: int = 0) -> Kernel | None:
+def kernel_of(name: str, inputs: list[Tensor], outputs: list[Tensor], flops: int = 0) -> Kernel | None:
     """Return the kernel of an operation, if it has one."""
     if name in VIEWS:
         return None
-    read = [] if name in FILLS else [each for each in given if not is_expanded(each)]
+    read = [] if name in FILLS else [tensor for tensor in inputs if not is_expanded(tensor)]
     if name in GATHERS:
-        read = [*made, *(each for each in given if not each.is_floating_point())]
+        read = [*outputs, *(tensor for tensor in inputs if not tensor.is_floating_point())]
     elif name in SCATTERS:
-        read, made = [*given[1:], *given[1:]], []
+        read, outputs = [*inputs[1:], *inputs[1:]], []
     elif name == "copy_":
-        read = given[1:]
-    return Kernel(name, sum(map(size, (*read, *made))), flops)
+        read = inputs[1:]
+    return Kernel(name, sum(map(size, (*read, *outputs))), flops)
 
 
 class Fusing:
-    """What compiled code would read and write, while the function is called as it is.
+    """Bytes that compiled code would move, counted while the function runs uncompiled.
 
-    Each argument is read twice: for sums along its rows, and again with these. So is what gathers take of one.
+    Each argument is read twice: for the sums along its rows, and again for the values that use them. The same holds for
+    values gathered from an argument.
     """
 
     def __init__(self) -> None:
         self.inner: dict[int, Tensor] = {}
-        """Tensors that the function has made, by id."""
+        """Tensors that the function computed, keyed by id."""
         self.gathered: dict[int, Tensor] = {}
-        """Tensors that were gathered from arguments, by id."""
+        """Tensors that were gathered from arguments, keyed by id."""
         self._scattered = 0
-        self._whole: Counter[tuple[Any, ...]] = Counter()
+        self._reads: Counter[tuple[Any, ...]] = Counter()
         self._sizes: dict[tuple[Any, ...], int] = {}
 
     @property
     def num_bytes(self) -> int:
-        return self._scattered + sum(min(times, 2) * self._sizes[key] for key, times in self._whole.items())
+        return self._scattered + sum(min(times, 2) * self._sizes[key] for key, times in self._reads.items())
 
-    def note(self, name: str, given: list[Tensor], made: list[Tensor]) -> None:
-        outer = [each for each in given if id(each) not in self.inner]
+    def note(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        outer = [tensor for tensor in inputs if id(tensor) not in self.inner]
         if name in VIEWS:
-            self.inner |= {} if outer else {id(each): each for each in made}
+            self.inner |= {} if outer else {id(tensor): tensor for tensor in outputs}
             return
-        if name in GATHERS and any(each.is_floating_point() for each in outer):
-            self.gathered |= {id(each): each for each in made}
-            outer, made = [each for each in outer if not each.is_floating_point()], []
-        if name in SCATTERS and any(each is given[0] for each in outer):
-            self._scattered += 2 * size(given[-1])
-            outer = [each for each in outer if each is not given[0]]
-        for each in outer:
-            storage = each.held.untyped_storage()._cdata
-            key = (storage, each.storage_offset(), tuple(each.shape), tuple(each.stride()))
-            self._whole[key] += 1
-            self._sizes[key] = 0 if is_expanded(each) else size(each)
-        # An argument that is written to is among `outer`, once as what is read and once as what is written.
-        written = [each for each in made if any(each is one for one in outer)]
-        for each in made:
-            if not any(each is one for one in written):
-                self.inner[id(each)] = each
+        if name in GATHERS and any(tensor.is_floating_point() for tensor in outer):
+            self.gathered |= {id(tensor): tensor for tensor in outputs}
+            outer, outputs = [tensor for tensor in outer if not tensor.is_floating_point()], []
+        if name in SCATTERS and any(tensor is inputs[0] for tensor in outer):
+            self._scattered += 2 * size(inputs[-1])
+            outer = [tensor for tensor in outer if tensor is not inputs[0]]
+        for tensor in outer:
+            storage = tensor.held.untyped_storage()._cdata
+            key = (storage, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+            self._reads[key] += 1
+            self._sizes[key] = 0 if is_expanded(tensor) else size(tensor)
+        # An argument that is written in place counts twice in `outer`: as read and as written.
+        written = [tensor for tensor in outputs if any(tensor is argument for argument in outer)]
+        for tensor in outputs:
+            if not any(tensor is argument for argument in written):
+                self.inner[id(tensor)] = tensor
 
 
-def flops_of(function: Any, args: Any, kwargs: dict[str, Any], made: Any) -> int:
+def flops_of(function: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     formula = flop_registry.get(function.overloadpacket)
     if formula is None:
         return 0
     is_product = function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-    # Their formulas know no dtype of the result.
-    given = [each for each in args if isinstance(each, Tensor)] if is_product else args
-    return int(formula(*given, out_val=made, **({} if is_product else kwargs)))
+    # The formulas of products take no dtype.
+    operands = [operand for operand in args if isinstance(operand, Tensor)] if is_product else args
+    return int(formula(*operands, out_val=result, **({} if is_product else kwargs)))
 
 
 def size(tensor: Tensor) -> int:

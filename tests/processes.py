@@ -1,4 +1,4 @@
-"""Processes of tests, forked from one that has imported what they need: each would take seconds of its own for that."""
+"""Test processes, forked from a server that has already imported the libraries, which takes seconds."""
 
 import atexit
 import gc
@@ -31,7 +31,7 @@ IMPORTED = [
     "peft",
     "transformers.models.llama.modeling_llama",
 ]
-"""Nothing of the tests themselves: where these are found, only the process that asks for others knows."""
+"""Modules that the server imports. None of the tests' own: the server does not have pytest's import path."""
 
 
 def context() -> ForkServerContext:
@@ -41,12 +41,12 @@ def context() -> ForkServerContext:
 
 
 def make(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    """Make such a process, with this one's environment."""
+    """Return a forked process, not yet started, with this process's environment."""
     return context().Process(target=_run, args=(dict(os.environ), function, arguments))
 
 
 def start(function: Callable[..., None], arguments: tuple[Any, ...], number: int) -> None:
-    """function(rank, *arguments) in `number` such processes, to their end. Raises what torch's own `spawn` raises."""
+    """Run function(rank, *arguments) in `number` forked processes, and wait. Raises as torch's `spawn` does."""
     method = context().get_start_method()
     mp.start_processes(_run_rank, (dict(os.environ), function, arguments), number, start_method=method)
 
@@ -58,11 +58,11 @@ def _run_rank(
 
 
 def _run(environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Call a function with another environment than the server's, which is that of the first call of all.
+    """Call a function in the given environment; the server still has the environment of the session's first call.
 
-    CUDA, which reads it when it is first used, has not been used yet.
+    CUDA reads it at its first use, which has not happened yet.
     """
-    # The collector would scan, and so copy, the memory that is shared with the server.
+    # A collection would write to, and so copy, the memory that is shared with the server.
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
@@ -70,7 +70,7 @@ def _run(environment: dict[str, str], function: Callable[..., None], arguments: 
 
 
 def program(module: str, *arguments: str) -> str:
-    """Run a module in such a process as `python -m` does; return what it prints. Raises what `start` raises."""
+    """Run a module in a forked process as `python -m` does and return its output. Raises the exceptions of `start`."""
     with TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         start(_as_program, (module, arguments, output), 1)
@@ -86,7 +86,7 @@ def _as_program(_: int, module: str, arguments: tuple[str, ...], output: Path) -
 
 
 def script(file: Path) -> None:
-    """Run a file in such a process, from its folder. Raises what `start` raises."""
+    """Run a file in a forked process, from the file's folder. Raises the exceptions of `start`."""
     start(_as_script, (file,), 1)
 
 
@@ -98,13 +98,13 @@ def _as_script(_: int, file: Path) -> None:
 
 
 class Command:
-    """Such a process that does what `python FILE ARGUMENTS…` does, in a session of its own."""
+    """A forked process in a new session that runs `python FILE ARGUMENTS…`."""
 
     def __init__(self, file: Path, arguments: Sequence[str], environment: dict[str, str], folder: Path) -> None:
-        """folder: where it runs, and where its output is kept in a file. Reports have no charts."""
+        """folder: the working directory, which also gets a file with the output. Reports have no charts."""
         self._output = Path(mkstemp(dir=folder, prefix="output_")[1])
-        given = (file, tuple(arguments), folder, self._output)
-        self._process = context().Process(target=_run, args=(environment, _as_command, given))
+        call = (file, tuple(arguments), folder, self._output)
+        self._process = context().Process(target=_run, args=(environment, _as_command, call))
         self._process.start()
 
     @property
@@ -136,7 +136,7 @@ def _as_command(file: Path, arguments: tuple[str, ...], folder: Path, output: Pa
     report.PLOTS = ()
     os.setsid()
     os.chdir(folder)
-    # Also where the tests run under nohup.
+    # nohup would have SIGHUP ignored.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     written = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(written, 1)

@@ -1,4 +1,4 @@
-"""Batches with more rows than they were made with."""
+"""Adds empty rows to batches."""
 
 import torch
 

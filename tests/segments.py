@@ -1,4 +1,4 @@
-"""Segments of shared memory under a name, by the processes that map them: other tests have some too."""
+"""Named shared memory segments of given processes; other tests may have segments at the same time."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ FOLDER = "/dev/shm"
 
 
 def mapped_by(pid: int) -> set[int]:
-    """Their inodes: the C library makes a semaphore under another name than it then has."""
+    """Return the inodes of a process's segments. Not names: the C library renames a semaphore after it is created."""
     try:
         mappings = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:  # it has ended
@@ -16,6 +16,6 @@ def mapped_by(pid: int) -> set[int]:
 
 
 def left_of(inodes: set[int]) -> list[str]:
-    """Paths of those that are still there, but for the CUDA driver's own, which outlive a killed process."""
+    """Return the paths of segments that still exist, except the CUDA driver's, which outlive a killed process."""
     entries = [entry for entry in os.scandir(FOLDER) if not entry.name.startswith("cuda.shm.")]
     return [entry.path for entry in entries if entry.inode() in inodes]

@@ -1,7 +1,7 @@
-"""The package as `pip install nemo-opd` gives it, and `nemo-opd[train]` with the lowest versions that it allows.
+"""Installs of `nemo-opd`, and of `nemo-opd[train]` with the lowest allowed versions.
 
-Takes three minutes and installs from the package index, for PyTorch as it is here from UV_FIND_LINKS too, if that is
-where it came from. `test_imports.py` has quick tests of what each install imports.
+Takes three minutes and installs from the package index, and PyTorch from UV_FIND_LINKS if the index lacks this build.
+`test_imports.py` has quick tests of the imports of each install.
 """
 
 import os
@@ -110,7 +110,7 @@ def test_the_bare_wheel_aligns_projects_and_learns(light: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("command", [["nemo-opd", "distil"], ["python", "-Pc", "import nemo_opd; nemo_opd.distil({})"]])
 def test_the_bare_wheel_says_what_runs_need(light: Path, tmp_path: Path, command: list[str]) -> None:
-    """All of these packages are missing, so that the environment of the test above has none of them."""
+    """Also shows that the environment of the test above lacks all of these packages."""
     ran = subprocess.run([light / command[0], *command[1:]], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 1
     assert ran.stderr.endswith(
@@ -136,7 +136,7 @@ def test_the_lowest_allowed_versions_have_no_known_holes(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("verb", JOBS)
 def test_the_lowest_allowed_versions_run_the_demos(programs: Path, tmp_path: Path, verb: str) -> None:
-    """Bugs: a library of an extra that every run imports, a floor in pyproject.toml below what the code needs."""
+    """Bugs: a library of an extra that every run imports; a floor in pyproject.toml that is too low for the code."""
     command = [str(programs / "nemo-opd"), verb, *STEPS, *JOBS[verb], f"run.output_dir={tmp_path / 'run'}"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 

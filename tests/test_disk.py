@@ -1,4 +1,4 @@
-"""A disk that does not take a file is told in one line, whichever library wrote: the file, the reason, the way out."""
+"""A failed write is reported in one line with the file, the reason and the remedy, whichever library wrote."""
 
 import errno
 import os
@@ -43,9 +43,9 @@ from tests.full_disk import largest_file
 from tests.tiny import Tiny
 
 FULL = Path("/dev/full")
-"""Takes nothing, as a full disk."""
+"""Fails every write, as a full disk does."""
 TOO_LARGE = 100_000
-"""Bytes: more than a file may have where that is limited."""
+"""Size in bytes, above the limits of these tests."""
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def told(error: OPDError) -> str:
+def one_line(error: OPDError) -> str:
     assert "\n" not in str(error)
     return str(error)
 
@@ -102,11 +102,11 @@ def test_every_reason_has_its_way_out(number: int, way_out: str, tmp_path: Path)
     expected = rf"^{re.escape(str(tmp_path))}/a could not be written {way_out}.* choose another run\.output_dir$"
     with pytest.raises(StorageError, match=expected) as caught, storage_errors(tmp_path / "a", needed=1500):
         raise OSError(number, os.strerror(number))
-    assert str(pickle.loads(pickle.dumps(caught.value))) == told(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == one_line(caught.value)
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
-    """Also those that were raised while another one, long dealt with, was handled."""
+    """Bug: an unrelated OSError in `__context__`, already handled, turned another error into a StorageError."""
     for error in (DataError("mine"), ValueError("a bug")):
         with pytest.raises(type(error), match=str(error)), storage_errors(tmp_path):
             raise error
@@ -130,7 +130,7 @@ def test_an_error_of_the_network_passes(tmp_path: Path) -> None:
 
 
 def test_a_file_system_that_tells_no_size_has_room() -> None:
-    """Bug: a run could not start on one, as some that are mounted over a network."""
+    """Bug: a run could not start on a network file system that reports no size."""
     require_room(Path("/proc"), 10**6, "the model", instead="")
 
 
@@ -185,10 +185,10 @@ def train(width: int) -> tuple[nn.Module, torch.optim.Optimizer, ConstantLR]:
 
 @pytest.mark.usefixtures("alone", "small_files")
 def test_a_training_state_that_does_not_fit(tmp_path: Path) -> None:
-    """Bug: torch's writer of archives raises `unexpected pos 704 vs 598`, and its collective no Exception at all."""
+    """Bug: torch's archive writer raises `unexpected pos 704 vs 598`, and its collective raises a BaseException."""
     with pytest.raises(CheckpointError) as caught:
         save_state(tmp_path / "state", *train(100))
-    assert told(caught.value) == (
+    assert one_line(caught.value) == (
         f"{tmp_path}/state could not be written (File too large); raise the limit on a file's size (ulimit -f), or "
         "choose another run.output_dir, or keep fewer checkpoints (train.keep_last)"
     )
@@ -200,7 +200,7 @@ def test_a_training_state_on_a_full_disk(small_disk: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         save_state(small_disk / "state", *train(200))
     message = r"/state could not be written \(No space left on device; 482\.4 kB needed, [\w. ]+ free\); free some"
-    assert re.search(message, told(caught.value)), caught.value
+    assert re.search(message, one_line(caught.value)), caught.value
 
 
 @pytest.mark.world
@@ -218,7 +218,7 @@ def test_every_writer_on_a_full_disk(small_disk: Path, tiny: Tiny) -> None:
         with pytest.raises(StorageError, match=r"No space left on device; .* free\)") as caught:  # noqa: SIM117
             with storage_errors(small_disk / "out"):
                 write(small_disk / "out")
-        told(caught.value)
+        one_line(caught.value)
 
 
 def test_the_umask_where_the_kernel_does_not_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,14 +234,14 @@ def test_files_get_the_mode_of_the_umask(tmp_path: Path) -> None:
     for mask, mode in ((0o022, 0o644), (0o027, 0o640), (0o077, 0o600)):
         folder = tmp_path / f"{mask:o}"
         (folder / "inside").mkdir(parents=True)
-        before = os.umask(mask)
+        previous = os.umask(mask)
         try:
             save_tensors({"a": torch.zeros(2)}, folder / "inside" / "model.safetensors")
             write_atomically(folder / "page.html", b"page")
             matrix.save(folder / "projection.safetensors")
             settle(folder / "inside")
         finally:
-            os.umask(before)
+            os.umask(previous)
         modes = {path.name: path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
         assert modes == dict.fromkeys(("model.safetensors", "page.html", "projection.safetensors"), mode)
 
@@ -289,7 +289,7 @@ def test_the_old_folder_stays_until_the_new_one_is_there(
 
 @pytest.mark.world
 def test_the_old_folder_comes_back_after_a_kill_between_the_renames(tmp_path: Path) -> None:
-    """Bug: neither the old folder nor the new one had its name."""
+    """Bug: both folders were left under temporary names."""
     code = (
         "import os, sys; from pathlib import Path; from nemo_opd.files import replacing\n"
         "folder, rename = Path(sys.argv[1]), Path.rename\n"
@@ -307,14 +307,14 @@ def test_the_old_folder_comes_back_after_a_kill_between_the_renames(tmp_path: Pa
 
 
 def test_folders_that_only_look_removed_stay(tmp_path: Path) -> None:
-    """Bugs: a folder whose name has `.removed.` loses its old model; what a stranger's link leads to is deleted."""
-    old, other = tmp_path / ".model.removed.x.old.abc", tmp_path / "other"
-    for folder in (old, other):
+    """Bugs: a folder whose name has `.removed.` loses its old model; the target of a stranger's link is deleted."""
+    old, linked = tmp_path / ".model.removed.x.old.abc", tmp_path / "other"
+    for folder in (old, linked):
         folder.mkdir()
         (folder / "weights").write_text("kept")
-    (tmp_path / ".final.removed.abc").symlink_to(other)
+    (tmp_path / ".final.removed.abc").symlink_to(linked)
     put_back(tmp_path)
-    assert (tmp_path / "model.removed.x" / "weights").read_text() == (other / "weights").read_text() == "kept"
+    assert (tmp_path / "model.removed.x" / "weights").read_text() == (linked / "weights").read_text() == "kept"
 
 
 def test_only_regular_files_without_holes_are_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the documentation shows works, and what it points to exists."""
+"""Examples of the documentation run, and its links lead to existing files, sections and symbols."""
 
 import ast
 import json
@@ -33,7 +33,7 @@ ANCHOR = re.compile(r'<a id="([^"]+)">')
 
 
 def sections() -> dict[str, list[str]]:
-    """The Python of each section of extending.md; a block that begins with a file's name is that file."""
+    """Return the Python blocks of each section of extending.md; a block that begins with a file name is that file."""
     _, *parts = re.split(r"^## ", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {part.splitlines()[0]: BLOCK.findall(part) for part in parts}
 
@@ -45,14 +45,14 @@ def test_a_worked_example_of_extending_runs(section: str, tmp_path: Path) -> Non
     files = {name[1]: block for block in blocks if (name := FILE.match(block))}
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    shown = "\n".join(block for block in blocks if block not in files.values())
-    assert shown.count("assert") >= 1
-    (tmp_path / "example.py").write_text(shown, encoding="utf-8")
+    example = "\n".join(block for block in blocks if block not in files.values())
+    assert example.count("assert") >= 1
+    (tmp_path / "example.py").write_text(example, encoding="utf-8")
     processes.script(tmp_path / "example.py")
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes it."""
+    """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower().replace("`", "")).strip().replace(" ", "-")
 
 
@@ -75,33 +75,35 @@ def text_of_methods() -> str:
 
 
 def test_references_to_methods_lead_to_sections() -> None:
-    """Bug: a docstring that cites a formula which is elsewhere, or in no file that a reader has."""
-    known = set(re.findall(r"^##+ ([\d.]*\d)", text_of_methods(), re.MULTILINE))
-    found = 0
+    """Bug: a docstring cites a section that has moved, or that is in no file of the repository."""
+    numbers = set(re.findall(r"^##+ ([\d.]*\d)", text_of_methods(), re.MULTILINE))
+    num_references = 0
     for file in sorted(tracked("*.py", "*.md", "*.yaml")):
         text = (ROOT / file).read_text(encoding="utf-8")
         cited = [section for places in REFERENCE.findall(text) for section in re.findall(r"[\d.]*\d", places)]
-        assert set(cited) <= known, file
+        assert set(cited) <= numbers, file
         assert not re.search(r"\b(METHODS|DESIGN) (§|[Nn]otation)", text), file
-        found += len(cited)
-    assert found > 100
+        num_references += len(cited)
+    assert num_references > 100
 
 
 def test_formulas_of_methods_have_one_number_each() -> None:
-    """Bug: a formula with the number of another, or of a section where no one looks for it, or cited and not there."""
+    """Bugs: two formulas with one number; a number of another section; a cited formula that does not exist."""
     text = text_of_methods()
     blocks = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     formulas = [number for block in blocks for number in re.findall(r" \((\d+\.\d+)\)", block)]
     assert len(formulas) > 20
     assert len(set(formulas)) == len(formulas)
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        own = [number for number in formulas if re.search(rf"  +\({re.escape(number)}\)(  |$)", section, re.MULTILINE)]
-        assert all(section.startswith(number.split(".")[0] + ".") for number in own), own
+        numbers = [
+            number for number in formulas if re.search(rf"  +\({re.escape(number)}\)(  |$)", section, re.MULTILINE)
+        ]
+        assert all(section.startswith(number.split(".")[0] + ".") for number in numbers), numbers
     assert set(re.findall(r"\((\d+\.\d+)\)", text)) <= set(formulas)
 
 
 def tracked(*patterns: str) -> set[Path]:
-    """Files of the repository and those that are to become such, by their path in it."""
+    """Return the paths of tracked files and of new files that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     names = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
     return {Path(name) for name in names if (ROOT / name).is_file()}
@@ -109,7 +111,7 @@ def tracked(*patterns: str) -> set[Path]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_linked_files_define_the_symbols(page: Path) -> None:
-    """Bug: a link that names a class after it was renamed or moved; or a line, which an edit above it moves."""
+    """Bugs: a link to a class that was renamed or moved; a link to a line, which every edit above it moves."""
     for name, file, line in SYMBOL.findall(page.read_text(encoding="utf-8")):
         body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
         for part in name.split("."):
@@ -120,18 +122,18 @@ def test_linked_files_define_the_symbols(page: Path) -> None:
 
 
 def test_the_page_of_losses_advises_what_the_help_and_a_run_advise() -> None:
-    """Bug: a user reads another advice on each page."""
+    """Bug: each page gives different advice."""
     page = " ".join((ROOT / "docs" / "losses.md").read_text(encoding="utf-8").replace("`", "").split())
     assert f"p_kl {PKLTerm.take}" in page
 
 
 def test_the_order_of_imports_is_that_of_the_test() -> None:
-    (shown,) = re.findall(r"```\n(errors .*?)```", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.DOTALL)
-    assert tuple(level.strip() for level in " ".join(shown.split()).split("·")) == ORDER
+    (order,) = re.findall(r"```\n(errors .*?)```", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.DOTALL)
+    assert tuple(level.strip() for level in " ".join(order.split()).split("·")) == ORDER
 
 
 def shown_tree() -> dict[str, set[str]]:
-    """The names of files and folders that "The tree" in docs/architecture.md lists, by the folder that lists them."""
+    """Return the names that "The tree" in docs/architecture.md lists, keyed by folder."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (table, block) = re.findall(r"^## The tree\n\n(.*?)```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
     cells = re.findall(r"^\| (`[^|]+`) \|", table, re.MULTILINE)
@@ -149,7 +151,7 @@ def shown_tree() -> dict[str, set[str]]:
 
 
 def test_the_tree_has_every_folder_and_every_tool() -> None:
-    """Bug: a package or script that no reader finds, or a line for one that is gone."""
+    """Bugs: a package or script without a line; a line for one that was removed."""
     listed = shown_tree()
     files = tracked()
     folders = {file.parts[0] for file in files if len(file.parts) > 1 and not file.parts[0].startswith(".")}
@@ -161,20 +163,20 @@ def test_the_tree_has_every_folder_and_every_tool() -> None:
     assert listed["nemo_opd"] == package
     tools = [file for file in files if file.parts[0] == "tools"]
     for folder in {file.parent for file in tools}:
-        own = {file.name for file in tools if file.parent == folder}
-        own |= {file.parts[1] for file in tools if folder == Path("tools") and len(file.parts) > 2}
-        assert listed[str(folder)] == own, folder
+        names = {file.name for file in tools if file.parent == folder}
+        names |= {file.parts[1] for file in tools if folder == Path("tools") and len(file.parts) > 2}
+        assert listed[str(folder)] == names, folder
 
 
 GPU_RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 RECIPE = "llama_1b ← llama_3b + qwen_4b, 2,048 tokens, p_kl"
-"""The step of which README and docs/performance.md give speed and MFU."""
+"""The step whose speed and MFU README and docs/performance.md report."""
 
 
 def gpu_records() -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
-    """Yield records of measurements on GPUs, each with its date and its commit's time for an order.
+    """Yield measurements on GPUs, each with a sort key: its date and its commit's time.
 
-    They are lines of losses_floor.py, and summaries of steps: the check keeps them as a part's values.
+    Records are lines of losses_floor.py and summaries of steps; gpu_check.json has both as values of its parts.
     """
     for file in GPU_RESULTS.rglob("gpu_check.json"):
         check = json.loads(file.read_text(encoding="utf-8"))
@@ -198,12 +200,12 @@ def gpu_records() -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
 def order_of(facts: dict[str, str]) -> tuple[str, int]:
     """Return the date and the time of the commit, 0 if the repository does not have it."""
     command = ["git", "log", "-1", "--format=%ct", facts["commit"].removesuffix("-dirty")]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    return facts["date"], int(shown or 0)
+    seconds = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    return facts["date"], int(seconds or 0)
 
 
 def test_figures_of_a_gpu_are_the_newest_measured() -> None:
-    """Bug: a new measurement whose figures README and docs/performance.md do not give, or a figure with a typo."""
+    """Bugs: README and docs/performance.md lack the newest measurement, or have a typo in it."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     performance = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     steps = [(order, record["nemo_opd"]) for order, record in gpu_records() if record.get("case") == RECIPE]
@@ -219,5 +221,5 @@ def test_figures_of_a_gpu_are_the_newest_measured() -> None:
     budget, ratio = "budget of a block, times the default", "losses / products"
     losses = [(order, record) for order, record in gpu_records() if record.get(budget) == 1]
     newest = max(losses, key=lambda pair: (pair[0], pair[1]["positions"]))[1]
-    (shown,) = re.findall(r"the heads' products, ([\d,]+) positions \|.*\| (\d\.\d+) times \|\n", performance)
-    assert shown == (f"{newest['positions']:,}", f"{newest[ratio]:.2f}")
+    (figures,) = re.findall(r"the heads' products, ([\d,]+) positions \|.*\| (\d\.\d+) times \|\n", performance)
+    assert figures == (f"{newest['positions']:,}", f"{newest[ratio]:.2f}")

@@ -1,4 +1,4 @@
-"""Who may import whom (docs/architecture.md): imports run one way, and heavy libraries stay in their corners."""
+"""Rules for imports (docs/architecture.md): packages import lower ones only, and few of them heavy libraries."""
 
 import ast
 import subprocess
@@ -48,16 +48,16 @@ ORDER = (
     "cli integrations",
     "__main__",
 )
-"""One level a package, from the lowest: a package imports those above it in this list, never those below. The package
-itself, whose names are imported when they are asked for, is above all.
+"""Packages by level, the lowest first: a package may import packages of earlier lines. `nemo_opd/__init__.py`, which
+imports its names lazily, is above all of them.
 """
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts.split()} | {"": len(ORDER)}
 HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "triton": {"kernels"}}
 HOME |= {tracker: {"logging"} for tracker in ("wandb", "mlflow", "trackio")}
-"""Library → the only packages that import it."""
+"""The only packages that may import a library."""
 WITHOUT_TORCH = {*ORDER[0].split(), "config", "extras", "teacher_cache", "sandbox", "alignment"}
 LIGHT = ("alignment", "projection", "losses", "logits", "kernels", "integrations.distillation", "integrations.hf")
-"""What `pip install nemo-opd` without extras is for."""
+"""Packages that work without extras."""
 OUTSIDE = {"examples", "tools", "tests", "benchmarks"}
 
 
@@ -79,7 +79,7 @@ class Import:
 
 
 def part_of(file: Path) -> str:
-    """The package, or the module, directly under nemo_opd; empty for nemo_opd/__init__.py."""
+    """Return the package or module directly under nemo_opd; empty for nemo_opd/__init__.py."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py").removesuffix("__init__")
 
 
@@ -110,44 +110,44 @@ def imports_of(file: Path) -> Iterator[Import]:
         else:
             assert not node.level, f"{file} has a relative import, which this test does not follow"
             module = node.module or ""
-            # `from nemo_opd import data` names a package, `from nemo_opd.data import …` what is in one.
+            # `from nemo_opd import data` names a package, `from nemo_opd.data import …` a member.
             modules = [f"{module}.{alias.name}" for alias in node.names] if module == "nemo_opd" else [module]
         yield from (Import(file, name, at_run_time, with_its_file) for name in modules)
 
 
 @cache
 def imports() -> list[Import]:
-    """Return all imports of the package. Not made when this file is collected, as each process of the tests does."""
-    return [found for file in sorted(PACKAGE.rglob("*.py")) for found in imports_of(file)]
+    """Return all imports of the package. Not a constant: every test process collects this file."""
+    return [statement for file in sorted(PACKAGE.rglob("*.py")) for statement in imports_of(file)]
 
 
 @cache
 def own_imports() -> list[Import]:
-    return [found for found in imports() if found.module.startswith("nemo_opd.")]
+    return [statement for statement in imports() if statement.module.startswith("nemo_opd.")]
 
 
 @cache
 def by_file() -> dict[str, list[Import]]:
-    """Return imports with the file, keyed by module."""
+    """Return the imports that run with their file, keyed by module."""
     by_module: dict[str, list[Import]] = defaultdict(list)
-    for one in imports():
-        if one.with_its_file:
-            by_module[module_of(one.file)].append(one)
+    for statement in imports():
+        if statement.with_its_file:
+            by_module[module_of(statement.file)].append(statement)
     return by_module
 
 
 def files_loaded_by(modules: list[str]) -> set[str]:
-    """Return all modules that importing these ones loads."""
+    """Return all modules of the package that importing the given ones loads."""
     loaded, waiting = set(modules), list(modules)
     while waiting:
         name = waiting.pop()
-        imported = {one.module for one in by_file()[name]} | {name.rpartition(".")[0]} - {""}
+        imported = {statement.module for statement in by_file()[name]} | {name.rpartition(".")[0]} - {""}
         waiting += imported - loaded
         loaded |= imported
     return loaded
 
 
-def shown(imports: list[Import]) -> str:
+def as_lines(imports: list[Import]) -> str:
     return "\n".join(map(str, imports))
 
 
@@ -159,47 +159,54 @@ def test_the_table_names_every_package() -> None:
 
 
 def test_imports_run_one_way() -> None:
-    upward = [found for found in own_imports() if LEVEL[found.module.split(".")[1]] > LEVEL[found.importer]]
+    upward = [
+        statement for statement in own_imports() if LEVEL[statement.module.split(".")[1]] > LEVEL[statement.importer]
+    ]
 
-    assert not upward, shown(upward)
+    assert not upward, as_lines(upward)
 
 
 def test_the_package_does_not_import_its_users() -> None:
-    wrong = [found for found in imports() if found.module.split(".")[0] in OUTSIDE]
+    wrong = [statement for statement in imports() if statement.module.split(".")[0] in OUTSIDE]
 
-    assert not wrong, shown(wrong)
+    assert not wrong, as_lines(wrong)
 
 
 @pytest.mark.parametrize("library", HOME)
 def test_a_library_stays_in_its_packages(library: str) -> None:
-    importers = [found for found in imports() if found.module.split(".")[0] == library]
-    wrong = [found for found in importers if found.importer not in HOME[library]]
+    importers = [statement for statement in imports() if statement.module.split(".")[0] == library]
+    wrong = [statement for statement in importers if statement.importer not in HOME[library]]
 
     assert importers
-    assert not wrong, shown(wrong)
+    assert not wrong, as_lines(wrong)
 
 
 def test_config_and_alignment_import_no_torch() -> None:
     wrong = [
-        found
-        for found in imports()
-        if found.at_run_time and found.module.split(".")[0] == "torch" and found.importer in WITHOUT_TORCH
+        statement
+        for statement in imports()
+        if statement.at_run_time and statement.module.split(".")[0] == "torch" and statement.importer in WITHOUT_TORCH
     ]
 
-    assert not wrong, shown(wrong)
+    assert not wrong, as_lines(wrong)
 
 
 def test_a_run_imports_no_library_of_an_extra() -> None:
     """Bug: a library of an extra at the top of a file that every run imports, so that a base install does not start.
 
-    What `test_base_install.py` tries with an environment of its own, by the files that a driver and a rank load.
+    Follows imports statically; `test_base_install.py` tries the same with a real install.
     """
     starts = [name for name in by_file() if name.split(".")[1:2] in (["cli"], ["training"], ["workers"], ["cluster"])]
     loaded = files_loaded_by(starts)
-    wrong = [one for name in loaded for one in by_file()[name] if one.module.split(".")[0] in EXTRAS.keys() - {*TRAIN}]
+    wrong = [
+        statement
+        for name in loaded
+        for statement in by_file()[name]
+        if statement.module.split(".")[0] in EXTRAS.keys() - {*TRAIN}
+    ]
 
     assert "nemo_opd.rollout.server.client" in loaded
-    assert not wrong, shown(wrong)
+    assert not wrong, as_lines(wrong)
 
 
 @pytest.mark.world
@@ -217,7 +224,7 @@ def test_a_run_imports_no_library_of_an_extra() -> None:
     ids=["settings", "rank", "alignment"],
 )
 def test_importing_leaves_heavy_libraries_out(modules: str, libraries: tuple[str, ...]) -> None:
-    """Also through a library: the mistakes of a command line are told, and ranks start, before seconds of imports."""
+    """Catches indirect imports, too: errors of a command line, and ranks, would wait for seconds of imports."""
     imported = ", ".join(f"nemo_opd.{module}" for module in modules.split(", "))
     script = f"import sys, {imported}\nprint([name for name in {libraries} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -227,16 +234,21 @@ def test_importing_leaves_heavy_libraries_out(modules: str, libraries: tuple[str
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_a_light_package_imports_no_library_of_training(module: str) -> None:
-    """By the files that it loads: transformers itself imports some of these libraries if they are installed."""
+    """Follows imports statically: transformers imports some of these libraries if they are installed."""
     loaded = files_loaded_by([f"nemo_opd.{module}"])
-    wrong = [one for name in loaded for one in by_file()[name] if one.module.split(".")[0] in (*TRAIN, "omegaconf")]
+    wrong = [
+        statement
+        for name in loaded
+        for statement in by_file()[name]
+        if statement.module.split(".")[0] in (*TRAIN, "omegaconf")
+    ]
 
-    assert not wrong, shown(wrong)
+    assert not wrong, as_lines(wrong)
 
 
 @pytest.mark.world
 def test_light_packages_import_without_the_libraries_of_training() -> None:
-    """Bug: an import of such a library that the files do not show. transformers itself needs httpx2."""
+    """Bug: an import of such a library that static analysis misses. transformers needs httpx2."""
     absent = {*TRAIN, "accelerate", "omegaconf"} - {"httpx2"}
     script = f"""
 from importlib.machinery import PathFinder
@@ -262,36 +274,36 @@ def test_a_file_that_shadows_a_package_is_named(tmp_path: Path) -> None:
 
 def test_losses_know_no_config_but_where_they_are_built() -> None:
     wrong = [
-        found
-        for found in own_imports()
-        if found.importer == "losses"
-        and found.module.startswith("nemo_opd.config")
-        and found.file.name != "term_loss.py"
+        statement
+        for statement in own_imports()
+        if statement.importer == "losses"
+        and statement.module.startswith("nemo_opd.config")
+        and statement.file.name != "term_loss.py"
     ]
 
-    assert not wrong, shown(wrong)
+    assert not wrong, as_lines(wrong)
 
 
 def test_no_two_files_import_each_other() -> None:
-    """Also not in a circle, under TYPE_CHECKING or inside a function."""
+    """Catches longer circles, too, and imports under TYPE_CHECKING or in a function."""
     modules = {module_of(file): file for file in PACKAGE.rglob("*.py")}
     names = set(modules)
     graph: dict[str, set[str]] = {}
     for importer, file in modules.items():
-        found = {
+        targets = {
             target
             for node, *_ in import_statements(file)
             if isinstance(node, ast.ImportFrom) and node.module
             for target in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
         }
-        # `from package import module` reads the module, not what the package gathers from its modules.
-        packages = {target.rpartition(".")[0] for target in found if target in names}
-        graph[importer] = (found & names) - packages - {importer}
+        # `from package import module` needs the module, not the names that the package re-exports.
+        packages = {target.rpartition(".")[0] for target in targets if target in names}
+        graph[importer] = (targets & names) - packages - {importer}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_file_names_occur_once() -> None:
-    """Catches two files that a search by name, or a traceback, does not tell apart."""
+    """Catches two files that a search by name or a traceback cannot distinguish."""
     names = Counter(file.name for file in PACKAGE.rglob("*.py"))
 
     assert {name for name, count in names.items() if count > 1} == {"__init__.py"}

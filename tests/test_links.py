@@ -1,4 +1,4 @@
-"""Files of a run that somebody has replaced by links, as a downloaded run folder may contain them."""
+"""Symbolic links in the place of a run's files, as a downloaded run folder may have them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize(("name", "write"), WRITERS.values(), ids=WRITERS)
 def test_a_file_is_not_written_through_a_link(tmp_path: Path, name: str, write: Callable[[Path], object]) -> None:
-    """Bug: a run created, emptied or lengthened the file that a link in its folder named."""
+    """Bug: a run created, emptied or appended to the target of a link in its folder."""
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()
     (folder / name).symlink_to(outside)
@@ -37,7 +37,7 @@ def test_a_file_is_not_written_through_a_link(tmp_path: Path, name: str, write: 
 
 
 def test_an_export_does_not_go_through_a_link(tmp_path: Path) -> None:
-    """Bug: the new folder was written to where a link with the name of a half-written one led."""
+    """Bug: the new folder was written to the target of a link that had the temporary folder's name."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / ".final.incomplete").symlink_to(outside)
@@ -49,7 +49,7 @@ def test_an_export_does_not_go_through_a_link(tmp_path: Path) -> None:
 
 
 def test_a_servers_log_is_not_written_through_a_link(tmp_path: Path) -> None:
-    """Bug: the file that a link named server.log led to was emptied."""
+    """Bug: the target of a link named server.log was emptied."""
     outside = tmp_path / "outside"
     outside.write_text("kept")
     (tmp_path / "server.log").symlink_to(outside)

@@ -16,7 +16,7 @@ def unknown(_: object) -> None:
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a container's user that the machine does not know ended in a traceback."""
+    """Bug: a container's user without an entry in passwd got a traceback."""
     for name in ("NEMO_OPD_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
@@ -28,7 +28,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
 def test_compiled_code_lies_in_the_cache_unless_told_otherwise(
     called_from_python: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a run that Python code starts compiles into, and executes from, a folder in /tmp."""
+    """Bug: a run started from Python compiles into a folder in /tmp, and executes code from it."""
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     del os.environ["TORCHINDUCTOR_CACHE_DIR"]
@@ -46,7 +46,7 @@ def test_compiled_code_lies_in_the_cache_unless_told_otherwise(
 
 @pytest.mark.world
 def test_the_aligner_runs_where_no_compiled_code_can_be_kept(tmp_path: Path) -> None:
-    """Bug: it could not be imported by a user without a home who does not own the package."""
+    """Bug: a user without a home who does not own the package could not import the aligner."""
     code = (
         "from numba.core import caching\n"
         "caching.CacheImpl._locator_classes = []\n"

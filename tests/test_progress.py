@@ -1,4 +1,4 @@
-"""Catches work that is shown after it has ended, and work without an end in front of work that has one."""
+"""Catches work that is shown after it has ended, and work without a total that hides work with one."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture(autouse=True)
 def nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that another test keeps holds the loops that it left, and their work."""
+    """Forget the work of other tests: a stored exception keeps its frames, and so their loops, alive."""
     monkeypatch.setattr(progress, "_under_way", [])
 
 
@@ -51,18 +51,18 @@ def test_work_can_be_measured_from_outside() -> None:
 def test_work_of_several_threads_ends_in_any_order() -> None:
     go, ended = threading.Event(), threading.Event()
 
-    def other() -> None:
+    def work_in_thread() -> None:
         with working("other", 5, "texts"):
             go.wait()
         ended.set()
 
-    thread = threading.Thread(target=other)
-    with working("own", 5, "texts") as own:
+    thread = threading.Thread(target=work_in_thread)
+    with working("own", 5, "texts") as main_work:
         thread.start()
-        wait_until(lambda: current() is not own, "work of the other thread", every_s=0.01)
+        wait_until(lambda: current() is not main_work, "work of the other thread", every_s=0.01)
         go.set()
         assert ended.wait(60)
-        assert current() is own
+        assert current() is main_work
     thread.join()
 
 
@@ -75,7 +75,7 @@ def test_bars_of_libraries_are_off_unless_the_user_wants_them(monkeypatch: pytes
 
 
 def test_bars_of_a_transformers_that_is_already_imported_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a script that imports it before it starts a run shows its bar for writing a model in the console."""
+    """Bug: if a script imported transformers before the run, its progress bar for saving a model showed up."""
     from transformers.utils import logging
 
     for name in BARS:
@@ -90,19 +90,19 @@ def test_bars_of_a_transformers_that_is_already_imported_are_off(monkeypatch: py
 
 
 def test_work_of_an_exception_that_is_kept_is_not_that_of_the_next_run() -> None:
-    """A sweep keeps the error of each run, and with it the loops that it left."""
+    """Bug: a sweep stores the exception of each run, and with it the unfinished loops."""
 
     def fail() -> None:
         texts = tracked(range(3), "reading texts", "texts")
         for _ in texts:
             raise KeyError
 
-    kept = []
+    errors = []
     for _ in range(2):
         with separately():
             assert current() is None
             with pytest.raises(KeyError) as caught:
                 fail()
-            kept.append(caught)
+            errors.append(caught)
             assert current() is not None
     assert current() is None

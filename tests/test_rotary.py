@@ -1,4 +1,4 @@
-"""Lengths at which rotary factors change, read from configurations as transformers has them."""
+"""Lengths that change rotary factors, read from transformers' configurations."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 def test_texts_are_read_alike_if_their_common_beginning_has_the_same_logits(
     config: PretrainedConfig, build: type[torch.nn.Module]
 ) -> None:
-    """Catches a limit that is off by one, or read from another key than transformers reads."""
+    """Catches a limit that is off by one, or read from the wrong key."""
     torch.manual_seed(0)
     model = build(config).eval()
     for parameter in model.parameters():
@@ -44,15 +44,15 @@ def test_texts_are_read_alike_if_their_common_beginning_has_the_same_logits(
     limit = rotary_limit(config.to_dict())
     lengths = (16, 31, 32, 33, 40, 48)
     with torch.no_grad():
-        logits = {length: model(input_ids=ids[:, :length], use_cache=False).logits[0, :16] for length in lengths}
-    for length in lengths:
-        for other in lengths:
-            is_same = torch.allclose(logits[length], logits[other], atol=1e-4)
-            assert is_same == (limit is None or limit.reads_alike(length, other)), (length, other)
+        logits = {first: model(input_ids=ids[:, :first], use_cache=False).logits[0, :16] for first in lengths}
+    for first in lengths:
+        for second in lengths:
+            is_same = torch.allclose(logits[first], logits[second], atol=1e-4)
+            assert is_same == (limit is None or limit.reads_alike(first, second)), (first, second)
 
 
 def test_the_smallest_limit_of_several_embeddings_counts() -> None:
-    """Catches a model whose layers have different embeddings, of which one changes."""
+    """Catches a model whose layers have different embeddings and only one of them changes."""
     rope = {"full_attention": LONG_ROPE, "sliding_attention": {"rope_type": "default"}}
     limit = rotary_limit({"rope_parameters": rope, "max_position_embeddings": 64})
     assert limit is not None

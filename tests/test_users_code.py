@@ -1,4 +1,4 @@
-"""A user's code that takes the alarm for itself, or fails where it is only to be shown."""
+"""A user's code that uses SIGALRM itself, or that fails in `__repr__` or `__str__`."""
 
 import signal
 import threading
@@ -12,7 +12,7 @@ from nemo_opd.users_code import UsersCodeError, called, shown
 
 
 def test_code_that_takes_the_alarm_away_is_late_when_it_returns() -> None:
-    """Bug: with math-verify's own timeouts in a reward, there was no limit."""
+    """Bug: math-verify's timeouts in a reward removed our time limit."""
 
     def late() -> float:
         signal.alarm(0)
@@ -26,20 +26,20 @@ def test_code_that_takes_the_alarm_away_is_late_when_it_returns() -> None:
 def test_an_alarm_that_rings_as_the_call_begins_or_returns_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bug: handler and timer stayed, and struck the driver later."""
+    """Bug: handler and timer stayed, and interrupted the driver later."""
     handler, set_timer = signal.getsignal(signal.SIGALRM), signal.setitimer
     rung = []
 
-    def ring(seconds: float, wanted: float) -> None:
-        if seconds == wanted:
-            rung.append(wanted)
+    def ring(seconds: float, trigger: float) -> None:
+        if seconds == trigger:
+            rung.append(trigger)
             signal.raise_signal(signal.SIGALRM)
 
     def set_ringing(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
         ring(seconds, 0)
-        before = set_timer(which, seconds, interval)
+        previous = set_timer(which, seconds, interval)
         ring(seconds, 60)
-        return before
+        return previous
 
     monkeypatch.setattr(users_code.signal, "setitimer", set_ringing)
     assert called(lambda: 1, timeout_s=60, key="key") == 1
@@ -82,14 +82,14 @@ class Endless:
 
 
 def test_what_never_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a reward that returned such a thing kept the run for ever, in the error about it."""
+    """Bug: the error about a reward that returned such an object never came, and the run hung."""
     monkeypatch.setattr(users_code, "TEXT_S", 0.05)
     assert shown(Endless()) == "Endless"
 
 
 def test_calls_of_a_thread_share_a_helper_that_is_replaced_when_it_is_late() -> None:
-    """Bugs: a thread started for each call, which takes longer than to render a conversation; a call that waits behind
-    one that does not return; a helper that stays when its thread has ended.
+    """Bugs: a thread started for each call takes longer than rendering a conversation; a call waits behind one that
+    hangs; a helper outlives its thread.
     """
     released = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Which version and commit a run names, also on a machine that has a copy of the checkout and nothing of its own."""
+"""Version and commit of a run, also from a copy of the checkout that is not installed."""
 
 import shutil
 import subprocess
@@ -20,13 +20,13 @@ print(package_version(), commit())
 
 @pytest.mark.world
 def test_a_copy_on_the_path_that_is_not_installed_has_a_version(tmp_path: Path) -> None:
-    """Bugs: PackageNotFoundError at the end of each run, and a benchmark that measures and dies of `git describe`."""
+    """Bugs: PackageNotFoundError at the end of each run; a benchmark fails in `git describe` after measuring."""
     package = tmp_path / "nemo_opd"
     package.mkdir()
     for name in ("__init__.py", "paths.py", "errors.py"):
         shutil.copy(ROOT / "nemo_opd" / name, package)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    # Without site-packages, where the tests' own environment has the package.
+    # -S: the package is in this environment's site-packages.
     ran = subprocess.run(
         [sys.executable, "-S", "-c", SCRIPT],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""YAML bombs in files that come with models, runs and caches: small texts that stand for billions of values."""
+"""YAML bombs in files of models, runs and caches: small texts that expand to billions of values."""
 
 import json
 from dataclasses import asdict
@@ -42,14 +42,14 @@ def test_every_reader_refuses_it(tmp_path: Path, text: str) -> None:
 
 
 def test_yaml_in_a_text_is_not_read(tmp_path: Path) -> None:
-    """Bug: settings that are one quoted text are read as YAML once more, with aliases."""
+    """Bug: a file with one quoted string is parsed a second time, with aliases."""
     (tmp_path / "config.yaml").write_text(json.dumps(LAUGHS + "run: ${oc.env:HOME}\n"))
     with pytest.raises(ConfigError, match="has no keys"):
         from_yaml(tmp_path / "config.yaml")
 
 
 def test_plain_values_are_as_before(tmp_path: Path) -> None:
-    """Bug: texts with * and &, or values that are written by our own files, are refused."""
+    """Bug: strings with * and &, or values that we write ourselves, are refused."""
     text = "a: [1, 2.5, true, null, '*x', 'a & b']\nb: {c: text}\n"
     assert load_yaml(text) == yaml.safe_load(text)
     (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: [en, de]\n---\n")
@@ -57,7 +57,7 @@ def test_plain_values_are_as_before(tmp_path: Path) -> None:
 
 
 def test_a_manifest_has_values_of_its_types(tmp_path: Path) -> None:
-    """Bug: a cache whose numbers are texts ended the run with a TypeError, long after it was opened."""
+    """Bug: a manifest with strings for numbers ended the run with a TypeError, long after it was opened."""
     manifest = CacheManifest("top_k", "a", "b", "c", "d", 10, "float32", top_k=2)
     for key, value in (("vocab_size", "ten"), ("form", "pickle"), ("top_k", [1])):
         (tmp_path / "cache.yaml").write_text(yaml.safe_dump({**asdict(manifest), key: value}))

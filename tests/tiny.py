@@ -1,4 +1,4 @@
-"""Tiny models with random weights and their tokenizers, made in a second: for tests of everything around the models."""
+"""Tiny random models and their tokenizers, made in a second, for tests of everything around the models."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ SENTENCES = [
 
 @dataclass(frozen=True)
 class Tiny:
-    """Folders of a student, a teacher with its tokenizer and one with another, and an Arrow file of documents."""
+    """Folders of a student and of teachers with the same and another tokenizer, and an Arrow file of documents."""
 
     student: Path
     teacher_same: Path
@@ -26,9 +26,9 @@ class Tiny:
     documents: Path
 
     def overrides(self, *more: str, teachers: int = 2) -> list[str]:
-        """Command-line overrides that put these in the place of the demo's models and data.
+        """Return command-line overrides that replace the demo's models and data.
 
-        teachers: 1 for the one with another tokenizer alone, whose process is one less to start.
+        teachers: 1 for the cross-tokenizer teacher alone, which starts one process less.
         """
         both = [f"teachers.0.model={self.teacher_cross}", f"teachers.1.model={self.teacher_same}"]
         return [
@@ -87,7 +87,9 @@ def save_model(
     extra_rows: int = 0,
     tied: bool = True,
 ) -> Path:
-    """A Llama of two layers whose head is `extra_rows` wider than the tokenizer. tied: it is the embeddings."""
+    """Save a Llama of two layers whose head has `extra_rows` more rows than the tokenizer. tied: the head is the
+    embeddings.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer) + extra_rows,
@@ -108,7 +110,7 @@ def save_model(
 
 
 def save_documents(file: Path, count: int) -> Path:
-    """Documents of different lengths, some longer than `train.max_length` and one a single character."""
+    """Save documents of different lengths, some longer than `train.max_length` and one a single character."""
     texts = ["".join(SENTENCES[(i + k) % len(SENTENCES)] for k in range(i % 3 + 1)) for i in range(count - 1)]
     table = pa.table({"text": [*texts, "x"]})
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:

@@ -1,4 +1,4 @@
-"""Tokenizers for tests: real ones from a folder where there is one, and small ones trained here."""
+"""Tokenizers for tests: real ones from a folder, and small ones trained here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CORPUS = [
 
 @cache
 def real_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A real tokenizer of `$NEMO_OPD_TOKENIZERS`, or skip the test."""
+    """Return a real tokenizer of `$NEMO_OPD_TOKENIZERS`, or skip the test."""
     costs.refuse("reads a real tokenizer", "tokenizers")
     folder = Path(os.environ.get("NEMO_OPD_TOKENIZERS", SHARED / "tokenizers")) / name
     if not folder.is_dir():
@@ -45,7 +45,7 @@ def real_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 @cache
 def corpus_texts() -> tuple[str, ...]:
-    """Documents of `$NEMO_OPD_CORPUS`, or skip the test."""
+    """Return the documents of `$NEMO_OPD_CORPUS`, or skip the test."""
     costs.refuse("reads the corpus", "tokenizers")
     file = Path(os.environ.get("NEMO_OPD_CORPUS", SHARED / "corpus")) / "multidomain.jsonl"
     if not file.is_file():
@@ -61,7 +61,7 @@ def byte_level(
     extra: tuple[str, ...] = ("<|begin_of_text|>",),
     nfc: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with all 256 bytes; `extra` are further special tokens."""
+    """Train a byte-level BPE with all 256 bytes; `extra` are more special tokens."""
     tokenizer = Tokenizer(models.BPE())
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -84,9 +84,9 @@ def byte_level(
 
 @cache
 def sentencepiece(size: int = 700, dummy_prefix: bool = False) -> PreTrainedTokenizerFast:
-    """A BPE with `▁`, `<0xHH>` for what has no piece, and runs of spaces kept as added tokens in normalised form.
+    """Train a BPE with `▁`, `<0xHH>` for characters without a piece, and runs of spaces as added tokens.
 
-    dummy_prefix: a space goes before every text and is stripped by the decoder, as Llama-2 does.
+    dummy_prefix: put a space before every text, which the decoder strips, as Llama-2 does.
     """
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>"]
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -113,7 +113,7 @@ def sentencepiece(size: int = 700, dummy_prefix: bool = False) -> PreTrainedToke
 
 
 def rebuilt(tokenizer: PreTrainedTokenizerBase, **parts: object) -> PreTrainedTokenizerFast:
-    """A copy with other parts of its backend: normalizer, pre_tokenizer, decoder, model."""
+    """Return a copy with new parts of its backend: normalizer, pre_tokenizer, decoder, model."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     for name, part in parts.items():
         setattr(backend, name, part)
@@ -122,13 +122,13 @@ def rebuilt(tokenizer: PreTrainedTokenizerBase, **parts: object) -> PreTrainedTo
 
 @cache
 def byte_level_with_prefix() -> PreTrainedTokenizerFast:
-    """GPT-2's pre-tokenizer with a space put before every text that has none."""
+    """Return a tokenizer with GPT-2's pre-tokenizer, which puts a space before every text without one."""
     return rebuilt(byte_level(610), pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True))
 
 
 @cache
 def ranks() -> PreTrainedTokenizerFast:
-    """A byte-level BPE as converted from tiktoken: pieces are found whole, also those no merge leads to."""
+    """Return a byte-level BPE as converted from tiktoken: whole pieces are found, also if no merge leads to them."""
     trained = json.loads(byte_level(620).backend_tokenizer.to_str())["model"]
     merges = [tuple(merge) for merge in trained["merges"]]
     tokenizer = rebuilt(byte_level(620), model=models.BPE(trained["vocab"], merges[::2], ignore_merges=True))
@@ -141,7 +141,7 @@ def ranks() -> PreTrainedTokenizerFast:
 def unigram(
     scheme: str = "always", normalizer: str = "precompiled", byte_fallback: bool = False
 ) -> PreTrainedTokenizerFast:
-    """A unigram model behind Metaspace; scheme: when it puts a space before a text (always, first, never)."""
+    """Train a unigram model behind Metaspace; scheme: when it puts a space before a text (always, first, never)."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = {
         "precompiled": normalizers.Precompiled(
@@ -167,9 +167,9 @@ def unigram(
 
 
 def charsmap(mapping: dict[str, str]) -> bytes:
-    """SentencePiece's compiled normalisation rules: a double-array trie of UTF-8 keys, then the replacements.
+    """Compile SentencePiece's normalisation rules: a double-array trie of UTF-8 keys, then the replacements.
 
-    A unit holds its label in 8 bits, whether a value follows in bit 8 and the offset of its children from bit 10 on.
+    A unit has its label in the lowest 8 bits, in bit 8 whether it has a value, and its children's offset from bit 10.
     """
     texts, value_of = b"", {}
     for key, text in sorted(mapping.items()):
@@ -193,7 +193,7 @@ def charsmap(mapping: dict[str, str]) -> bytes:
 
 @cache
 def llama_class(dummy_prefix: bool = True) -> PreTrainedTokenizerBase:
-    """The class of transformers 5 around the model of `sentencepiece`; dummy_prefix: a space goes before every text."""
+    """Return transformers 5's Llama class with the model of `sentencepiece`. dummy_prefix: a space before texts."""
     model = json.loads(sentencepiece().backend_tokenizer.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]
     return LlamaTokenizer(
@@ -203,13 +203,13 @@ def llama_class(dummy_prefix: bool = True) -> PreTrainedTokenizerBase:
 
 @cache
 def t5_class() -> PreTrainedTokenizerBase:
-    """The class of transformers 5 around the vocabulary of `unigram`: white space becomes one space."""
+    """Return transformers 5's T5 class with the vocabulary of `unigram`: white space becomes one space."""
     vocab = json.loads(unigram().backend_tokenizer.to_str())["model"]["vocab"]
     return T5Tokenizer(vocab=[(piece, score) for piece, score in vocab], extra_ids=3)
 
 
 def word_piece() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens do not spell the text."""
+    """Return a tokenizer whose tokens do not spell the text."""
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "##s": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
@@ -217,5 +217,5 @@ def word_piece() -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids without the special tokens a post-processor adds."""
+    """Return the ids without the special tokens that a post-processor adds."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]

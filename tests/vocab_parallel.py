@@ -1,4 +1,4 @@
-"""Logits over the ranks of a group."""
+"""Vocabulary-parallel logits for tests."""
 
 import torch.distributed as dist
 
@@ -9,5 +9,5 @@ from nemo_opd.logits.sources import VocabParallelLogits
 
 
 def vocab_parallel(local: TensorLogits | HeadLogits, group: dist.ProcessGroup) -> VocabParallelLogits:
-    """Return logits whose columns lie on the ranks, these being this rank's. Collective."""
+    """Return logits whose columns are split over the group's ranks; `local` has this rank's columns. Collective."""
     return VocabParallelLogits(local, VocabularyShards(group, local.shape[2], local.device))

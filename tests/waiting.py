@@ -1,12 +1,12 @@
-"""Waits for what other threads and processes do."""
+"""Waits for other threads and processes."""
 
 import time
 from collections.abc import Callable
 
 ENOUGH_S = 300.0
-"""Generous: the machine may be busy. What is healthy needs a tenth."""
+"""Ten times the time that a healthy condition needs: the machine may be busy."""
 CLEAN_S = 40.0
-"""For processes to end: less than the minute after which Ray's own would end by themselves."""
+"""Time for processes to end: less than the minute after which Ray's processes end without our help."""
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, every_s: float = 0.1) -> None:

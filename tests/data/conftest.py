@@ -16,7 +16,7 @@ def _one_thread() -> None:
 
 
 def byte_bpe(num_merges: int, *, bos: bool = True, **options: object) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with `num_merges` merges at most; `<s>` in front where `bos`, `</s>` is its eos."""
+    """Train a byte-level BPE tokenizer with at most `num_merges` merges; `bos` puts `<s>` first, eos is `</s>`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,11 +39,11 @@ def make_tokenizer() -> MakeTokenizer:
 
 @pytest.fixture(scope="session")
 def coarse() -> PreTrainedTokenizerFast:
-    """Words are mostly one token."""
+    """Return a tokenizer with mostly one token a word."""
     return byte_bpe(60)
 
 
 @pytest.fixture(scope="session")
 def fine() -> PreTrainedTokenizerFast:
-    """Mostly one token a byte, and no token in front."""
+    """Return a tokenizer with mostly one token a byte and no BOS."""
     return byte_bpe(8, bos=False)

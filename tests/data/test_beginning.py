@@ -1,4 +1,4 @@
-"""Samples of the beginning of a text against those of the whole text, token for token."""
+"""Samples of a text's beginning equal samples of the whole text, token for token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ MARKS = ("<|endoftext|>", "<eos>", "<|im_start|>", "<pad>")
 
 @st.composite
 def long_texts(draw: st.DrawFn, atoms: Sequence[str]) -> str:
-    """A few kinds of runs, repeated: with few kinds, boundaries that a tokenizer may rely on are far away."""
+    """Draw texts of a few repeated atoms, so that boundaries that a tokenizer may rely on are far apart."""
     pool = draw(st.lists(st.sampled_from(atoms), min_size=1, max_size=8))
     order = draw(st.randoms(use_true_random=False))
     length = draw(st.integers(2_500, 8_000))
@@ -61,7 +61,7 @@ lengths = st.sampled_from((1, 3, 17, 64))
 
 
 def assert_same(names: Sequence[str], text: str, length: int) -> None:
-    """Compare the student's tokens that a sample has, and the teachers' that hold the same text."""
+    """Compare a sample's student tokens, and the teachers' tokens of the same text."""
     student, *teachers = map(encoder, names)
     read = encode_beginning(student, teachers, text, length)
     expected, starts = student.located(text)
@@ -78,7 +78,7 @@ def assert_same(names: Sequence[str], text: str, length: int) -> None:
 @settings(max_examples=20)
 @given(text=long_texts(WORDS + MARKS), length=lengths)
 def test_tokens_are_those_of_the_whole_text(family: str, text: str, length: int) -> None:
-    """Bug: the place where the text is cut changes a token of the sample."""
+    """Bug: a different cut of the text changes a token of the sample."""
     assert_same((family, *(name for name in REAL if name != family)), text, length)
 
 
@@ -86,21 +86,21 @@ def test_tokens_are_those_of_the_whole_text(family: str, text: str, length: int)
 @settings(max_examples=20)
 @given(text=long_texts(WORDS), length=lengths)
 def test_tokens_of_small_tokenizers_are_those_of_the_whole_text(kind: str, text: str, length: int) -> None:
-    """Byte-level BPE, SentencePiece's BPE and unigram models, with digits grouped from either end."""
+    """The same for byte-level BPE, SentencePiece's BPE and unigram models, with digits grouped from either end."""
     assert_same((kind, "byte_level"), text, length)
 
 
 def test_groups_of_digits_that_end_far_away() -> None:
-    """Bug: digits grouped from the end change with the place where an unbroken run of them is cut."""
+    """Bug: digits grouped from the end depend on the cut within a long run of digits."""
     assert_same(("digits_from_the_end", "byte_level"), "12345" * 600, 1)
 
 
-def whole(student: Encoder, teachers: Sequence[Encoder], text: str, length: int) -> list[Encoding]:
+def encode_whole(student: Encoder, teachers: Sequence[Encoder], text: str, length: int) -> list[Encoding]:
     return [encode(text) for encode in (student, *teachers)]
 
 
 def flat(sample: Sample) -> list[object]:
-    """All that a batch takes of it."""
+    """Return the values that a batch takes from a sample."""
     sides: list[object] = [sample.student.ids.tolist(), sample.student.num_bytes.tolist()]
     for teacher in sample.teachers:
         assert teacher.chunks is not None
@@ -112,12 +112,12 @@ def flat(sample: Sample) -> list[object]:
 @settings(max_examples=8)
 @given(text=long_texts(WORDS + MARKS), length=lengths)
 def test_samples_are_those_of_the_whole_text(family: str, text: str, length: int) -> None:
-    """With every other family as a teacher."""
+    """The same with chunks, and every other family as a teacher."""
     readers = tuple(CrossTokenizer(encoder(name), aligner(family, name)) for name in REAL if name != family)
     make = TextSampleMaker(replace(encoder(family), max_length=length), readers)
     bounded = flat(make(text))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_module, "encode_beginning", whole)
+        patch.setattr(text_module, "encode_beginning", encode_whole)
         if is_normalized("NFC", text) and not any(mark in text for mark in MARKS):
             assert bounded == flat(make(text))
 
@@ -132,6 +132,6 @@ def test_what_is_read_does_not_grow_with_the_text() -> None:
 
 
 def test_tokens_longer_than_estimated() -> None:
-    """Bug: if the first try has too few tokens, the sample ends there, or has an end token in the middle."""
+    """Bug: if the first attempt has too few tokens, the sample ends there, or has an EOS in the middle."""
     text = (" " * 300 + "fox") * 500
     assert_same(("byte_level", "sentencepiece"), text, 200)

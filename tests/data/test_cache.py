@@ -1,4 +1,4 @@
-"""Cached samples equal made ones, whoever writes, dies or damages the file in between."""
+"""Cached samples equal new ones, despite other writers, killed processes and damaged files."""
 
 import multiprocessing
 import os
@@ -32,23 +32,23 @@ def tokens(values: list[int]) -> Tokens:
 
 @dataclass
 class Maker:
-    """Counts what it makes, for two cross-tokenizer teachers and one between them with the student's tokenizer."""
+    """Records its documents; the middle one of three teachers has the student's tokenizer."""
 
     identity: str = "a"
-    made: list[Document] = field(default_factory=list)
+    documents: list[Document] = field(default_factory=list)
 
     def __call__(self, document: Document) -> Sample:
-        self.made.append(document)
+        self.documents.append(document)
         content = document if isinstance(document, str) else repr(document)
-        student, other = tokens([ord(c) for c in content]), tokens([ord(c) for c in content[::2]])
+        student, teacher = tokens([ord(c) for c in content]), tokens([ord(c) for c in content[::2]])
         chunks = Chunks(
             np.arange(len(student), dtype=np.int32) // 2,
-            np.arange(len(other), dtype=np.int32) - 1,
+            np.arange(len(teacher), dtype=np.int32) - 1,
             3,
             5,
             np.array([1], np.int32),
         )
-        cross = TeacherSample(other, chunks)
+        cross = TeacherSample(teacher, chunks)
         return Sample(student, (cross, TeacherSample(student, None), cross))
 
 
@@ -76,28 +76,28 @@ DOCUMENTS: tuple[Document, ...] = (
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_a_read_sample_is_the_made_one(document: Document) -> None:
-    """Catches a lost type, a lost teacher, and a same-tokenizer teacher that no longer shares the student's tokens."""
+    """Catches a lost dtype, a lost teacher, and a same-tokenizer teacher with a copy of the student's tokens."""
     maker = Maker()
-    made = CachedSampleMaker(maker)(document)
+    computed = CachedSampleMaker(maker)(document)
     read = CachedSampleMaker(maker)(document)
-    assert maker.made == [document]
-    assert arrays(read) == arrays(made)
+    assert maker.documents == [document]
+    assert arrays(read) == arrays(computed)
     assert read.teachers[1].tokens is read.student
 
 
 def test_documents_are_told_apart() -> None:
-    """Catches a conversation taken for the text it holds, and one with tools for one without."""
+    """Catches one key for a conversation and its text, or for conversations with and without tools."""
     maker = Maker()
     cached = CachedSampleMaker(maker)
     assert len({str(arrays(cached(document))) for document in DOCUMENTS}) == len(DOCUMENTS)
-    assert maker.made == list(DOCUMENTS)
+    assert maker.documents == list(DOCUMENTS)
 
 
 def test_other_settings_have_another_file(folder: Path) -> None:
     first, second = Maker("a"), Maker("b")
     CachedSampleMaker(first)("x")
     CachedSampleMaker(second)("x")
-    assert (len(first.made), len(second.made)) == (1, 1)
+    assert (len(first.documents), len(second.documents)) == (1, 1)
     assert len(list(folder.glob("*.sqlite"))) == 2
 
 
@@ -121,7 +121,7 @@ def fill_for_ever() -> None:
 
 @pytest.mark.world
 def test_processes_write_at_once() -> None:
-    """Four writers of overlapping documents: nothing is lost, nothing fails."""
+    """Catches lost samples and failures with four writers of overlapping documents."""
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=fill, args=(start, 60)) for start in (0, 15, 30, 45)]
     for writer in writers:
@@ -133,12 +133,12 @@ def test_processes_write_at_once() -> None:
     cached = CachedSampleMaker(maker)
     for i in range(105):
         assert arrays(cached(str(i))) == arrays(Maker()(str(i)))
-    assert not maker.made
+    assert not maker.documents
 
 
 @pytest.mark.world
 def test_a_writer_is_killed(folder: Path) -> None:
-    """SIGKILL in the middle of writing: what was written is whole, and writing goes on."""
+    """Bug: SIGKILL during a write damages earlier samples or prevents later writes."""
     context = multiprocessing.get_context("spawn")
     writer = context.Process(target=fill_for_ever)
     writer.start()
@@ -150,7 +150,7 @@ def test_a_writer_is_killed(folder: Path) -> None:
     cached = CachedSampleMaker(maker)
     for i in range(100):
         assert arrays(cached(str(i))) == arrays(Maker()(str(i)))
-    assert len(maker.made) <= 50
+    assert len(maker.documents) <= 50
     (file,) = folder.glob("*.sqlite")
     assert sqlite3.connect(file).execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
@@ -175,22 +175,22 @@ def test_a_damaged_file_is_begun_again(folder: Path, caplog: pytest.LogCaptureFi
     assert "is damaged (file is not a database) and is recreated" in caplog.text
     damaged("x")
     CachedSampleMaker(maker)("x")
-    assert len(maker.made) == 1
+    assert len(maker.documents) == 1
 
 
 def test_a_cache_that_cannot_be_used_costs_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A folder in the file's place stands for whatever keeps SQLite from opening it."""
+    """Bug: the run ends. A folder in the file's place makes SQLite fail to open it."""
     maker = Maker()
     cached = CachedSampleMaker(maker)
     cached._path.mkdir()
     assert arrays(cached("x")) == arrays(cached("x"))
-    assert len(maker.made) == 2
+    assert len(maker.documents) == 2
     assert caplog.text.count("samples are not cached in") == 1
     assert "data.cache=false" in caplog.text
 
 
 def test_a_damaged_sample_is_made_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Bug: the file is sound and what one row holds is not, which ended the run with a bare zlib.error."""
+    """Bug: one damaged row in an intact file ended the run with a bare zlib.error."""
     CachedSampleMaker(Maker())("x")
     (file,) = folder.glob("*.sqlite")
     connection = sqlite3.connect(file, isolation_level=None)
@@ -198,12 +198,12 @@ def test_a_damaged_sample_is_made_again(folder: Path, caplog: pytest.LogCaptureF
     maker = Maker()
     for _ in range(2):
         assert arrays(CachedSampleMaker(maker)("x")) == arrays(Maker()("x"))
-    assert maker.made == ["x"]
+    assert maker.documents == ["x"]
     assert "holds a damaged sample" in caplog.text
 
 
 def test_a_file_deleted_while_in_use_is_begun_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Bug: SQLite went on with a file that nobody else could find, and the samples were lost with it."""
+    """Bug: SQLite continued to write to the deleted file, and the samples were lost."""
     cached = CachedSampleMaker(Maker())
     cached("x")
     for file in folder.iterdir():
@@ -212,13 +212,13 @@ def test_a_file_deleted_while_in_use_is_begun_again(folder: Path, caplog: pytest
     assert "was deleted while in use and is recreated" in caplog.text
     maker = Maker()
     CachedSampleMaker(maker)("y")
-    assert not maker.made
+    assert not maker.documents
 
 
 def test_a_file_removed_while_it_is_opened_costs_a_warning(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a data worker died where another one found the file damaged at the same moment."""
+    """Bug: a data worker died when another worker removed the damaged file at the same moment."""
 
     def removed(path: Path) -> None:
         raise FileNotFoundError(path)
@@ -236,8 +236,8 @@ def test_a_lock_that_is_kept_costs_a_warning(
     monkeypatch.setattr(sample_cache, "WAIT_S", 0.01)
     CachedSampleMaker(Maker())("x")
     (file,) = folder.glob("*.sqlite")
-    other = sqlite3.connect(file, isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
+    connection = sqlite3.connect(file, isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
     cached = CachedSampleMaker(Maker())
     assert arrays(cached("y")) == arrays(cached("y")) == arrays(Maker()("y"))
     assert caplog.text.count("database is locked") == 1
@@ -246,7 +246,7 @@ def test_a_lock_that_is_kept_costs_a_warning(
 def test_without_a_cache_folder_samples_are_made(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file in the folder's place stands for whatever keeps it from being made."""
+    """Bug: the run ends. A file in the folder's place prevents its creation."""
     (tmp_path / "taken").touch()
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "taken"))
     assert arrays(CachedSampleMaker(Maker())("x")) == arrays(Maker()("x"))

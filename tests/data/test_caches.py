@@ -1,4 +1,4 @@
-"""Caches of data that cannot be written to, or that another process writes: one line, which blames no user's file."""
+"""A data cache that cannot be written, or that another process writes: one line that does not blame the user's file."""
 
 import errno
 import fcntl
@@ -40,7 +40,7 @@ def lines(tmp_path: Path) -> Source:
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """No file may have more than 4 kB, which is refused as a full disk is."""
+    """Limit files to 4 kB, so that writes fail as on a full disk."""
     with largest_file(4096):
         yield
 
@@ -52,7 +52,7 @@ def load(source: Source) -> datasets.Dataset:
 def test_conversions_that_cannot_be_kept(
     lines: Source, tmp_path: Path, conversions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: the user's file was said to be incomplete. A file in the folder's place stands for all that forbids it."""
+    """Bug: the message called the user's file incomplete. A file in the folder's place makes the folder unwritable."""
     (tmp_path / "taken").touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "taken" / "below")
     with pytest.raises(StorageError, match=r"taken/below could not be written \(.*\); set \$HF_DATASETS_CACHE to anot"):
@@ -60,7 +60,7 @@ def test_conversions_that_cannot_be_kept(
 
 
 def test_a_full_disk_under_conversions(lines: Source, conversions: Path, small_files: None) -> None:
-    """Raised by Arrow, behind two errors of `datasets`."""
+    """Bug: Arrow's error is hidden behind two errors of `datasets`."""
     expected = (
         rf"{conversions} could not be written \(File too large\); .* or set \$HF_DATASETS_CACHE to another folder"
     )
@@ -69,7 +69,7 @@ def test_a_full_disk_under_conversions(lines: Source, conversions: Path, small_f
 
 
 def test_a_disk_without_a_byte(lines: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`datasets` says so without the number of the error."""
+    """Bug: not recognised, as `datasets` raises an OSError without errno."""
     monkeypatch.setattr(files, "free_bytes", lambda path: 0)
     with pytest.raises(StorageError, match=r"no room for the converted data .* or set \$HF_DATASETS_CACHE to another"):
         load(lines)
@@ -83,7 +83,7 @@ def test_errors_of_the_user_s_file_are_not_of_the_cache(tmp_path: Path, number: 
 
 
 def held(lines: Source, conversions: Path) -> Any:
-    """Return the file by which another process would have locked the conversion."""
+    """Lock the conversion as another process would, and return the lock's file."""
     load(lines)
     (lock,) = conversions.rglob("*_builder.lock")
     file = lock.open("r+")
@@ -94,7 +94,7 @@ def held(lines: Source, conversions: Path) -> Any:
 def test_another_process_is_waited_for(
     lines: Source, conversions: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bug: without a word."""
+    """Bug: the run waited silently."""
     file = held(lines, conversions)
     monkeypatch.setattr(source_files.time, "sleep", lambda seconds: file.close())
     with caplog.at_level(logging.WARNING):
@@ -115,7 +115,7 @@ def test_another_process_is_not_waited_for_without_end(
 def test_a_damaged_description_of_a_dataset_of_the_hub(
     tmp_path: Path, conversions: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bug: each later run was told to check the path and the network."""
+    """Bug: every later run failed with advice to check the path and the network."""
     write_parquet(tmp_path / "train.parquet", table(["a", "b"]))
     source = Source(hub=HubDataset(path=str(tmp_path)))
     load(source)
@@ -146,7 +146,7 @@ def write_text(path: Path, rows: pa.Table) -> None:
 def test_each_byte_is_validated_once_when_a_run_starts(
     tmp_path: Path, kind: str, write: Write, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: twice, and Arrow files that are converted three times; each costs as much as reading all of the data."""
+    """Bug: bytes were validated twice, and converted Arrow files three times; each pass reads all of the data."""
     write(tmp_path / f"a{suffix}", table(["abc"] * 5))
     source = Source(**{kind: str(tmp_path / f"a{suffix}")})
     rows = len(load(source))

@@ -1,4 +1,4 @@
-"""Conversations as samples: masks, bytes and chunks against what the templates write, cut and uncut."""
+"""Masks, bytes and chunks of conversations, cut and uncut, against the templates' text."""
 
 from typing import Any
 
@@ -54,14 +54,14 @@ def test_only_what_the_assistant_says_is_learned(tokenizers: tuple[Any, Any]) ->
     for tokenizer, (tokens, end) in zip(tokenizers, sides, strict=True):
         expected = f"jumps over 123 dogs{end}the lazy dog sleeps{end}"
         assert spelled(tokenizer, tokens, tokens.loss_mask) == expected.encode()
-        said = "".join(message["content"] for message in CONVERSATION.messages)
-        assert tokens.num_bytes.sum() == len(said.encode())
-        assert spelled(tokenizer, tokens, tokens.num_bytes > 0) == said.encode()
+        contents = "".join(message["content"] for message in CONVERSATION.messages)
+        assert tokens.num_bytes.sum() == len(contents.encode())
+        assert spelled(tokenizer, tokens, tokens.num_bytes > 0) == contents.encode()
     assert sample.teachers[1].tokens is sample.student
 
 
 def test_chunks_are_what_both_sides_learn(tokenizers: tuple[Any, Any]) -> None:
-    """Catches chunks of users' turns, in which no loss may look."""
+    """Catches chunks in users' turns."""
     sample = make(tokenizers)
     chunks = sample.teachers[0].chunks
     assert chunks is not None
@@ -72,19 +72,19 @@ def test_chunks_are_what_both_sides_learn(tokenizers: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("cut_side", ["student", "teacher"])
 @pytest.mark.parametrize("length", [3, 25, 33, 40])
 def test_a_cut_conversation_keeps_whole_chunks(tokenizers: tuple[Any, Any], length: int, cut_side: str) -> None:
-    """The chunks of the uncut conversation that lie whole within the cut one; a cut student cuts its teacher."""
-    whole = make(tokenizers)
+    """Catches chunks that are cut in the middle, and a teacher that reads beyond a cut student."""
+    full = make(tokenizers)
     cut = make(tokenizers, **{f"{cut_side}_length": length})
-    chunks, all_chunks = cut.teachers[0].chunks, whole.teachers[0].chunks
+    chunks, all_chunks = cut.teachers[0].chunks, full.teachers[0].chunks
     assert chunks is not None
     assert all_chunks is not None
     student_length, teacher_length = len(cut.student), len(cut.teachers[0].tokens)
     assert length == (student_length if cut_side == "student" else teacher_length)
     gone = {*all_chunks.student[student_length:].tolist(), *all_chunks.teacher[teacher_length:].tolist()}
     for ids, uncut in ((chunks.student, all_chunks.student), (chunks.teacher, all_chunks.teacher)):
-        kept = [-1 if c in gone else c for c in uncut[: len(ids)].tolist()]
-        assert (ids >= 0).tolist() == [c >= 0 for c in kept]
-    assert teacher_length < len(whole.teachers[0].tokens)
+        expected = [-1 if c in gone else c for c in uncut[: len(ids)].tolist()]
+        assert (ids >= 0).tolist() == [c >= 0 for c in expected]
+    assert teacher_length < len(full.teachers[0].tokens)
 
 
 def test_a_token_that_the_model_cannot_read(tokenizers: tuple[Any, Any]) -> None:

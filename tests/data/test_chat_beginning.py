@@ -1,4 +1,4 @@
-"""Samples of the beginning of a conversation against those of the whole conversation, token for token."""
+"""Samples of a conversation's beginning equal samples of the whole conversation, token for token."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,30 +60,30 @@ def maker(student: str, teachers: Sequence[str], length: int) -> ChatSampleMaker
     return ChatSampleMaker(replace(encoder(student), max_length=length), readers)
 
 
-def whole(side: ChatEncoder, rendered: RenderedChat, limit: int) -> LocatedTokens:
+def locate_whole(side: ChatEncoder, rendered: RenderedChat, limit: int) -> LocatedTokens:
     return locate_tokens(side.tokenizer, rendered.text)
 
 
 def flat(sample: Sample) -> list[object]:
-    """All that a batch takes of it."""
+    """Return the values that a batch takes from a sample."""
     sides = [sample.student, *(teacher.tokens for teacher in sample.teachers)]
-    taken: list[object] = [[side.ids.tolist(), side.loss_mask.tolist(), side.num_bytes.tolist()] for side in sides]
+    values: list[object] = [[side.ids.tolist(), side.loss_mask.tolist(), side.num_bytes.tolist()] for side in sides]
     for teacher in sample.teachers:
         assert teacher.chunks is not None
         chunks = teacher.chunks
         marks = np.intersect1d(chunks.marks, chunks.student)
-        taken += [*(ids.tolist() for ids in chunks.compared), chunks.histories, marks.tolist()]
-    return taken
+        values += [*(ids.tolist() for ids in chunks.compared), chunks.histories, marks.tolist()]
+    return values
 
 
 def assert_same(make: ChatSampleMaker, conversation: Conversation) -> None:
-    """Compare with all of it tokenized and, if no tokenizer rewrites it, aligned."""
+    """Compare with the conversation tokenized completely and, if no tokenizer rewrites it, aligned completely."""
     bounded = flat(make(conversation))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversation_makers, "locate_beginning", whole)
+        patch.setattr(conversation_makers, "locate_beginning", locate_whole)
         assert bounded == flat(make(conversation))
         if is_normalized("NFC", str(conversation.messages)):
-            patch.setattr(conversation_makers, "locate_up_to", whole)
+            patch.setattr(conversation_makers, "locate_up_to", locate_whole)
             assert bounded == flat(make(conversation))
 
 
@@ -92,7 +92,7 @@ def assert_same(make: ChatSampleMaker, conversation: Conversation) -> None:
 @settings(max_examples=8)
 @given(conversation=conversations(), length=lengths)
 def test_samples_are_those_of_the_whole_conversation(family: str, conversation: Conversation, length: int) -> None:
-    """Templates that drop thinking, quote answers of tools and write calls in ways of their own."""
+    """Bug: a sample depends on its cut, for templates that drop thinking, quote tools' answers or reformat calls."""
     teachers = [name for name in WITH_A_TEMPLATE if name != family]
     make = maker(family, teachers, 10**6)
     try:
@@ -104,7 +104,7 @@ def test_samples_are_those_of_the_whole_conversation(family: str, conversation: 
 
 @pytest.mark.tokenizers
 def test_what_follows_is_not_aligned() -> None:
-    """Bug: of a text that the student rewrites, what had been tokenized after the cut decided on what is compared."""
+    """Bug: if the student's tokenizer rewrites a text, tokens after the cut changed the compared tokens."""
     rewritten = user("the fox a" + "\u0301" * 100 + "the fox " * 500)
     assert_same(maker("qwen3", ["llama3_1"], 17), Conversation([rewritten, assistant("no")]))
 
@@ -112,15 +112,15 @@ def test_what_follows_is_not_aligned() -> None:
 @pytest.mark.parametrize("family", ["trimmed", "plain"])
 @settings(max_examples=20)
 @given(said=st.lists(texts, min_size=2, max_size=4), length=lengths)
-def test_small_tokenizers(family: str, said: list[str], length: int) -> None:
-    other = "plain" if family == "trimmed" else "trimmed"
-    messages = [(user, assistant)[k % 2](text) for k, text in enumerate(said)]
-    assert_same(maker(family, [other], length), Conversation(messages))
+def test_small_tokenizers(family: str, contents: list[str], length: int) -> None:
+    teacher = "plain" if family == "trimmed" else "trimmed"
+    messages = [(user, assistant)[k % 2](text) for k, text in enumerate(contents)]
+    assert_same(maker(family, [teacher], length), Conversation(messages))
 
 
 @pytest.mark.parametrize("number", [1, 500])
 def test_what_is_tokenized_does_not_grow_with_the_conversation(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: all of it was, for a minute where it had 30 MB."""
+    """Bug: a conversation of 30 MB was tokenized completely, which took a minute."""
     read: list[int] = []
 
     def counted(tokenizer: Any, text: str) -> LocatedTokens:

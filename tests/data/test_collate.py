@@ -1,4 +1,4 @@
-"""Padding, empty rows and shards keep every sample: the oracle is the list of samples itself."""
+"""Padding, empty rows and shards keep every sample; the oracle is the list of samples."""
 
 import pickle
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ def sample_lists(draw: st.DrawFn) -> list[Sample]:
 
 
 def expected(sample: Sample) -> list[Row]:
-    """Everything a sample holds, as lists."""
+    """Return a sample's tensors as lists."""
     rows = [[sample.student.ids, sample.student.loss_mask, sample.student.num_bytes]]
     for teacher in sample.teachers:
         rows.append([teacher.tokens.ids, teacher.tokens.loss_mask, teacher.tokens.num_bytes])
@@ -49,18 +49,18 @@ def expected(sample: Sample) -> list[Row]:
 
 
 def unpadded(batch: Batch) -> list[list[Row]]:
-    """Everything a batch holds, a list per row, without the padding."""
+    """Return a batch's tensors without padding, a list per row."""
 
     def cut(tensor: Tensor, lengths: Tensor) -> list[list[int]]:
         return [row[:length].tolist() for row, length in zip(tensor, lengths, strict=True)]
 
-    def of(tokens: TokenRows) -> list[Row]:
+    def rows_of(tokens: TokenRows) -> list[Row]:
         parts = [cut(part, tokens.lengths) for part in (tokens.ids, tokens.loss_mask, tokens.num_bytes)]
         return [list(row) for row in zip(*parts, strict=True)]
 
-    columns = [of(batch.student)]
+    columns = [rows_of(batch.student)]
     for teacher in batch.teachers:
-        columns.append(of(teacher.tokens))
+        columns.append(rows_of(teacher.tokens))
         if teacher.chunks is not None:
             student_ids = cut(teacher.chunks.student, batch.student.lengths)
             teacher_ids = cut(teacher.chunks.teacher, teacher.tokens.lengths)
@@ -114,7 +114,7 @@ def test_a_batch_holds_its_samples(samples: list[Sample]) -> None:
 @settings(max_examples=100)
 @given(sample_lists(), st.integers(0, 5))
 def test_padding_rows_are_empty(samples: list[Sample], missing: int) -> None:
-    """A padding row that scored a token, or a chunk, would change every normalizer."""
+    """Bug: a padding row that scores a token or a chunk changes every normalizer."""
     batch = collate(samples)
     padded = pad_rows(batch, len(samples) + missing)
     assert unpadded(padded)[: len(samples)] == unpadded(batch)
@@ -135,7 +135,7 @@ def test_sequences_are_put_where_they_are_asked_for() -> None:
 @settings(max_examples=100)
 @given(sample_lists(), st.integers(1, 5))
 def test_shards_are_disjoint_complete_and_in_order(samples: list[Sample], num_ranks: int) -> None:
-    """Joined, the shards are the batch, for any number of ranks; after pad_rows they are of one size."""
+    """Catches rows lost or reordered between ranks, and unequal shards after pad_rows."""
     batch = collate(samples)
     parts = shards(batch, num_ranks)
     assert len(parts) == num_ranks
@@ -147,7 +147,7 @@ def test_shards_are_disjoint_complete_and_in_order(samples: list[Sample], num_ra
 
 
 def test_a_pickled_shard_carries_its_own_rows_only() -> None:
-    """A view of the batch would pickle the memory of the whole batch, once for each rank."""
+    """Bug: a view pickles the memory of the whole batch, once for each rank."""
     rng = np.random.default_rng(0)
     batch = collate([make_sample(1_000, 1_000, rng) for _ in range(8)])
     sizes = [len(pickle.dumps(part)) for part in shards(batch, 8)]
@@ -155,7 +155,8 @@ def test_a_pickled_shard_carries_its_own_rows_only() -> None:
 
 
 def test_chunks_behind_other_contents_are_no_chunks_of_the_batch() -> None:
-    """Whatever the loss: its chunk ids are −1. The bytes that models are compared on stay, and the share is known."""
+    """Catches chunk ids that stay although a prompt differs, and bytes or the counts of histories that change with
+    them."""
     tokens = make_tokens(6, np.random.default_rng(0))
     ids = np.array([-1, 0, 0, 2, 3, 3], np.int32)
 
@@ -163,14 +164,14 @@ def test_chunks_behind_other_contents_are_no_chunks_of_the_batch() -> None:
         chunks = Chunks(ids, ids, changed_from=2, stop=stop)
         return collate([Sample(tokens, (TeacherSample(tokens, chunks),))])
 
-    skipped, kept = batch_of(2), batch_of(9)
-    for batch, expected_ids in ((skipped, [-1, 0, 0, -1, -1, -1]), (kept, ids.tolist())):
+    skipped, full = batch_of(2), batch_of(9)
+    for batch, expected_ids in ((skipped, [-1, 0, 0, -1, -1, -1]), (full, ids.tolist())):
         chunks = batch.teachers[0].chunks
         assert chunks is not None
         assert chunks.student.tolist() == chunks.teacher.tolist() == [expected_ids]
         assert chunks.histories is not None
         assert chunks.histories.tolist() == [[3, 2]]
-    assert skipped.student.num_bytes.equal(kept.student.num_bytes)
+    assert skipped.student.num_bytes.equal(full.student.num_bytes)
     assert mask_unrouted(skipped, torch.tensor([1])).teachers[0].chunks.histories.tolist() == [[0, 0]]  # type: ignore[union-attr]
 
 
@@ -185,7 +186,7 @@ class ChunksOfMore(ChunkRows):
 
 
 def test_a_new_field_is_in_the_parts_of_a_batch() -> None:
-    """Bug: a field that is declared and filled, and that no worker sees."""
+    """Bug: a declared and filled field that no worker receives."""
     tokens = TokenRows(torch.zeros(3, 2).long(), torch.full((3,), 2), torch.ones(3, 2).bool(), torch.ones(3, 2).int())
     chunks = ChunksOfMore(torch.zeros(3, 2).int(), torch.zeros(3, 2).int(), torch.ones(3, 2).long(), torch.arange(3))
     batch = BatchOfMore(tokens, (TeacherRows(tokens, chunks),), row=torch.arange(3), more=torch.arange(3))

@@ -1,4 +1,4 @@
-"""Rows as people have them: which columns hold documents, and which conversations they become."""
+"""Common row formats: columns that hold documents, and the conversations that they become."""
 
 import json
 from copy import deepcopy
@@ -42,7 +42,7 @@ def write(folder: Path, rows: list[dict[str, Any]], kind: str) -> dict[str, str]
 
 
 def conversations(source: dict[str, str], **keys: Any) -> list[list[dict[str, Any]]]:
-    """Return the messages that a run reads, with the columns found out unless `keys` name them."""
+    """Return the messages that a run reads; columns are detected unless `keys` name them."""
     settings = with_documents_columns({"data": {"train": source, **keys}})
     data = validated(settings["data"], Data)
     require_suitable(data.train, document_layout(data), key="data.train")
@@ -67,13 +67,13 @@ def conversations(source: dict[str, str], **keys: Any) -> list[list[dict[str, An
     ],
 )
 def test_columns_are_found_out(tmp_path: Path, kind: str, row: dict[str, Any], messages: Any) -> None:
-    """Bug: `has no column 'text'` for every customary form but one; an empty `input` in the user's message."""
-    other = {key: value if isinstance(value, list) else f"{value}?" for key, value in row.items() if key != "id"}
-    assert conversations(write(tmp_path, [row, other], kind))[0] == messages
+    """Bugs: `has no column 'text'` for all common formats but one; an empty `input` in the user's message."""
+    second_row = {key: value if isinstance(value, list) else f"{value}?" for key, value in row.items() if key != "id"}
+    assert conversations(write(tmp_path, [row, second_row], kind))[0] == messages
 
 
 def test_a_reward_keeps_its_answers(tmp_path: Path) -> None:
-    """Bug: the answers that a reward compares with become the prompts' completions, and the run is refused."""
+    """Bug: the reward's answers become the prompts' completions, and the run is refused."""
     source = write(tmp_path, [{"question": "Hi", "answer": "Hello"}], "jsonl")
     for reward in ({"type": "exact"}, {"type": "weighted", "rewards": {"a": {"reward": {"type": "exact"}}}}):
         sampled = {"data": {"train": source}, "rollout": {"type": "hf"}, "reward": reward}
@@ -82,13 +82,13 @@ def test_a_reward_keeps_its_answers(tmp_path: Path) -> None:
 
 
 def test_questions_beside_messages_are_not_read(tmp_path: Path) -> None:
-    """Bug: a file that has both is refused as ambiguous."""
+    """Bug: a file with both is refused as ambiguous."""
     source = write(tmp_path, [{"messages": [*HI, *HELLO], "question": "Hi", "answer": "Hello"}], "jsonl")
     assert dict(with_documents_columns({"data": {"train": source}})["data"])["messages_key"] == "messages"
 
 
 def test_sharegpt(tmp_path: Path) -> None:
-    """Bug: `from` and `value` refused, or an axolotl mark lost on the way."""
+    """Bugs: `from` and `value` are refused; axolotl's `train` mark is lost."""
     chat = [{"from": "system", "value": "S"}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     (messages, _) = conversations(
         write(tmp_path, [{"conversations": [*chat[:2], {**chat[2], "train": False}]}] * 2, "jsonl")
@@ -108,7 +108,7 @@ def test_sharegpt_with_an_unknown_speaker(tmp_path: Path) -> None:
 
 
 def test_several_readings_are_a_question(tmp_path: Path) -> None:
-    """Bug: Alpaca's rendered `text` is trained on without a word, or a guess is made."""
+    """Bug: the run guesses, for example trains silently on Alpaca's rendered `text`."""
     source = write(tmp_path, [{"text": "x", "instruction": "Hi", "output": "Hello"}] * 2, "jsonl")
     with pytest.raises(DataError) as caught:
         conversations(source)
@@ -117,13 +117,13 @@ def test_several_readings_are_a_question(tmp_path: Path) -> None:
 
 
 def test_text_stays_text(tmp_path: Path) -> None:
-    """Bug: a run of texts that becomes one of conversations."""
+    """Bug: a run on texts becomes a run on conversations."""
     source = write(tmp_path, [{"text": "x", "prompt": "p"}] * 2, "parquet")
     assert not validated(with_documents_columns({"data": {"train": source}})["data"], Data).is_chat
 
 
 def test_other_names_are_named_in_the_error(tmp_path: Path) -> None:
-    """Bug: a dataset of the hub, whose columns are not looked at beforehand, whose error names no way out."""
+    """Bug: no remedy in the error for a dataset of the hub, whose columns are not inspected beforehand."""
     path = write(tmp_path, [{"prompt": "Hi", "completion": "Hello"}] * 2, "jsonl")
     data = validated({"train": path, "text_key": "text"}, Data)
     with pytest.raises(DataError, match=r"or write data.prompt_key=\[prompt\] data.completion_key=completion"):
@@ -131,14 +131,14 @@ def test_other_names_are_named_in_the_error(tmp_path: Path) -> None:
 
 
 def test_a_column_without_a_prompt(tmp_path: Path) -> None:
-    """Bug: a null prompt read as an answer to nothing."""
+    """Bug: a row with a null prompt becomes an answer without a question."""
     rows: list[dict[str, Any]] = [{"prompt": "Hi", "completion": "Hello"}, {"prompt": None, "completion": "Hello"}]
     with pytest.raises(DataError, match=r"1 of 2 documents have no 'prompt' \(null\), the first in row 1"):
         conversations(write(tmp_path, rows, "jsonl"))
 
 
 def test_prompts_of_a_run_that_samples(tmp_path: Path) -> None:
-    """Bug: the completion in the prompt, or a reward without the user's columns."""
+    """Bugs: the completion is in the prompt; a reward lacks the user's columns."""
     data = validated(
         {"train": write(tmp_path, [{"p": "Hi", "c": "Hello"}], "jsonl"), "prompt_key": "p", "completion_key": "c"}, Data
     )
@@ -149,7 +149,7 @@ def test_prompts_of_a_run_that_samples(tmp_path: Path) -> None:
 
 
 def test_prompts_alone_are_a_question_of_a_run_that_samples(tmp_path: Path) -> None:
-    """Bug: a column of prompts that is refused for want of `text`, or that is rendered as a message unasked."""
+    """Bugs: a column of prompts is refused for a missing `text`, or rendered as a message without being asked."""
     source = write(tmp_path, [{"prompt": "Hi", "answer": "Hello"}] * 2, "jsonl")
     with pytest.raises(DataError, match=r"write data\.text_key=prompt, or data\.prompt_key=\[prompt\]"):
         with_documents_columns({"data": {"train": source}, "rollout": {"type": "hf"}})
@@ -157,7 +157,7 @@ def test_prompts_alone_are_a_question_of_a_run_that_samples(tmp_path: Path) -> N
 
 
 def test_keys_that_exclude_each_other() -> None:
-    """Bug: a setting that has no effect."""
+    """Bug: one of the settings is ignored."""
     for keys, words in (
         ({"completion_key": "c"}, "without prompt_key"),
         ({"prompt_key": "p", "messages_key": "m"}, "leave one of the two out"),
@@ -167,7 +167,7 @@ def test_keys_that_exclude_each_other() -> None:
 
 
 def test_first_rows_of_a_file(tmp_path: Path) -> None:
-    """Bug: a file with the form of both rows, text and messages, is refused."""
+    """Bug: a file whose rows differ in form, text and messages, is refused."""
     rows = [{"prompt": "Hi", "completion": "Hello"}, {"prompt": HI, "completion": HELLO}]
     source = write(tmp_path, rows, "jsonl")
     assert json_schema(tmp_path / "rows.jsonl") is not None
@@ -182,7 +182,7 @@ def _plain_tokenizer() -> Any:
 
 
 def test_plain_template() -> None:
-    """Bug: an answer whose end the student does not learn, or a prompt that it learns."""
+    """Bugs: no loss on the answer's end; a loss on a prompt."""
     tokenizer = _plain_tokenizer()
     tokens = ChatRenderer(tokenizer)([*HI, *HELLO, *HI])
     assert tokenizer.decode(tokens.ids) == "User:\nHi\n\nAssistant:\nHello<|end|>\n\nUser:\nHi\n\n"
@@ -190,7 +190,7 @@ def test_plain_template() -> None:
 
 
 def test_template_of_a_models_folder(tmp_path: Path) -> None:
-    """Bug: an offered value that the setting does not take."""
+    """Bug: the suggested value is one that the setting does not accept."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     assert read_template(template_setting(str(tmp_path)), key="teachers.0.chat_template") == "{{ messages }}"
     (tmp_path / "chat_template.jinja").write_text("{{ 1 }}")

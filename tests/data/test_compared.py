@@ -1,4 +1,4 @@
-"""Bytes that all models predict: equal on every side, and as many as an oracle over byte offsets finds."""
+"""Bytes that all models predict: equal for every model, and equal to an oracle over byte offsets."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -33,7 +33,7 @@ MIXED = st.lists(st.one_of(TEXTS, ODD), max_size=4).map(" ".join)
 
 @cache
 def pieces(tokenizer: Any) -> Pieces:
-    """Read once: a large tokenizer takes tenths of a second."""
+    """Cache the pieces: a large tokenizer takes tenths of a second."""
     return pieces_of(tokenizer)
 
 
@@ -53,7 +53,7 @@ def chat_encoder(tokenizer: Any) -> ChatEncoder:
 def text_maker(
     student: Any, teachers: tuple[Any, ...], student_length: int = 10**6, teacher_length: int = 10**6
 ) -> TextSampleMaker:
-    """The last teacher has the student's tokenizer."""
+    """Return a maker whose last teacher has the student's tokenizer."""
     readers = tuple(
         CrossTokenizer(replace(text_encoder(teacher), max_length=teacher_length), aligner(student, teacher))
         for teacher in teachers
@@ -74,7 +74,7 @@ def sides(sample: Sample) -> list[Tokens]:
 
 
 def assert_equal_bytes(sample: Sample, tokenizers: list[Any]) -> bytes:
-    """On every side, of whole tokens that are learned, and the same bytes; which they are."""
+    """Check that the compared bytes are whole tokens with a loss and equal for all models; return the bytes."""
     counted = []
     for tokens, tokenizer in zip(sides(compared(sample)), tokenizers, strict=True):
         spelled, is_counted = pieces(tokenizer), tokens.num_bytes > 0
@@ -87,7 +87,7 @@ def assert_equal_bytes(sample: Sample, tokenizers: list[Any]) -> bytes:
 
 @cache
 def llama_that_thinks() -> Any:
-    """Llama 3.1 with special tokens that are text to Qwen3."""
+    """Return Llama 3.1's tokenizer with special tokens that are text to Qwen3."""
     tokenizer = deepcopy(real_tokenizer("llama3_1"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     return tokenizer
@@ -98,11 +98,11 @@ def llama_that_thinks() -> Any:
 @settings(max_examples=12, deadline=None)
 @given(MIXED, st.integers(2, 60), st.integers(2, 60))
 def test_a_text_has_as_many_bytes_for_every_model(student: str, text: str, length: int, teacher_length: int) -> None:
-    """Catches a first token that one side predicts and another does not, limits, and text that a tokenizer rewrites."""
-    others = [name for name in (*REAL, "llama_that_thinks") if name != student]
+    """Catches a first token that only some models predict, cuts, and text that a tokenizer rewrites."""
+    teachers = [name for name in (*REAL, "llama_that_thinks") if name != student]
     tokenizers = [
         llama_that_thinks() if name == "llama_that_thinks" else real_tokenizer(name)
-        for name in (student, *others, student)
+        for name in (student, *teachers, student)
     ]
     sample = text_maker(tokenizers[0], tuple(tokenizers[1:-1]), length, teacher_length)(text)
     assert_equal_bytes(sample, tokenizers)
@@ -111,7 +111,7 @@ def test_a_text_has_as_many_bytes_for_every_model(student: str, text: str, lengt
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("is_swapped", [False, True])
 def test_a_mark_that_is_special_on_one_side_has_no_bytes(is_swapped: bool) -> None:
-    """Bug: `<think>` is text of 7 bytes to Qwen3, and of none to a tokenizer that has it as a special token."""
+    """Bug: `<think>` counts 7 bytes for Qwen3, and 0 for a tokenizer that has it as a special token."""
     student, teacher = real_tokenizer("qwen3"), llama_that_thinks()
     if is_swapped:
         student, teacher = teacher, student
@@ -126,7 +126,7 @@ def test_a_mark_that_is_special_on_one_side_has_no_bytes(is_swapped: bool) -> No
 
 @pytest.mark.parametrize("spelling", ["[MARK]", "<a mark>"])
 def test_marks_of_one_role_have_no_bytes(spelling: str) -> None:
-    """Also as text on both sides, of as many bytes or not."""
+    """Bug: marks with a common role count as text, with equal or different lengths."""
     student, teacher = deepcopy(byte_level(610)), deepcopy(byte_level(455))
     student.add_tokens(["<mark>"])
     teacher.add_tokens([spelling])
@@ -147,10 +147,10 @@ def test_marks_of_one_role_have_no_bytes(spelling: str) -> None:
 @settings(max_examples=6, deadline=None)
 @given(st.lists(MIXED, min_size=1, max_size=3), st.integers(10, 120))
 def test_a_conversation_has_as_many_bytes_for_every_model(student: str, contents: list[str], length: int) -> None:
-    """Catches the thinking tags that one template writes, and contents that one drops or trims."""
+    """Catches thinking tags that only one template writes, and contents that a template drops or trims."""
     messages = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(["Hi", *contents])]
-    others = [name for name in WITH_TEMPLATES if name != student]
-    tokenizers = [real_tokenizer(name) for name in (student, *others, student)]
+    teachers = [name for name in WITH_TEMPLATES if name != student]
+    tokenizers = [real_tokenizer(name) for name in (student, *teachers, student)]
     sample = chat_maker(tokenizers[0], tuple(tokenizers[1:-1]), length)(Conversation(messages))
     counted = assert_equal_bytes(sample, tokenizers)
     assert "<think>" in str(messages) or b"<think>" not in counted
@@ -158,14 +158,14 @@ def test_a_conversation_has_as_many_bytes_for_every_model(student: str, contents
 
 @pytest.mark.tokenizers
 def test_the_bytes_of_known_texts() -> None:
-    """All but what some side cannot predict: Qwen3 and GPT-4o have no token before a text, Llama and Gemma have."""
+    """Catches bytes that some model cannot predict: Qwen3 and GPT-4o have no BOS, Llama and Gemma have one."""
     tokenizers = [real_tokenizer(name) for name in ("llama3_1", "qwen3", "llama3_1")]
     maker = text_maker(tokenizers[0], (tokenizers[1],))
     assert assert_equal_bytes(maker("The quick brown fox."), tokenizers) == b" quick brown fox."
-    # Qwen3 reads `1` without a predictor, inside Llama's `123`.
+    # For Qwen3, `1` has no predictor, and it lies inside Llama's `123`.
     assert assert_equal_bytes(maker("123456 is a number"), tokenizers) == b"456 is a number"
     assert assert_equal_bytes(maker("It is a cafe\u0301 here"), tokenizers) == b" is a here"
-    # A text for the student's tokenizer alone keeps its first word: there is a token before it.
+    # Without a second tokenizer, the first word stays: BOS predicts it.
     alone = TextSampleMaker(maker.student, (SameTokenizer(),))
     assert assert_equal_bytes(alone("The quick brown fox."), tokenizers[::2]) == b"The quick brown fox."
 
@@ -182,14 +182,16 @@ def test_the_students_bytes_do_not_depend_on_teachers(length: int) -> None:
     for name in ("ids", "lengths", "loss_mask", "num_bytes"):
         assert torch.equal(getattr(alone.student, name), getattr(taught.student, name)), name
     cut = [text_encoder(student)(text).cut(length) for text in texts]
-    assert int((taught.student.num_bytes * taught.student.loss_mask).sum()) == sum(int(one.ends[-1]) for one in cut)
+    assert int((taught.student.num_bytes * taught.student.loss_mask).sum()) == sum(
+        int(encoding.ends[-1]) for encoding in cut
+    )
     assert taught.shared_bytes is not None
     assert int(taught.shared_bytes.sum()) < int(taught.student.num_bytes.sum())
 
 
 @pytest.mark.tokenizers
 def test_bytes_of_a_corpus_are_almost_all_of_it() -> None:
-    """Catches stretches that are dropped whole for one token."""
+    """Catches long stretches that are dropped for one token."""
     tokenizers = [real_tokenizer(name) for name in (*REAL, "llama3_1")]
     maker = text_maker(tokenizers[0], tuple(tokenizers[1:-1]))
     texts = [text[:2000] for text in corpus_texts()[::6]]
@@ -198,17 +200,17 @@ def test_bytes_of_a_corpus_are_almost_all_of_it() -> None:
 
 
 def small_sample(text: str, route: int | None = None) -> tuple[Sample, list[Any]]:
-    """Byte-level against SentencePiece, which has a token before the text, and against one without."""
-    one, two = sentencepiece(), byte_level(455, DIGITS_ONE_BY_ONE, "<|im_end|>", ("<|endoftext|>",))
+    """Return a sample of a byte-level student, a SentencePiece teacher with BOS and a byte-level teacher without."""
+    with_bos, without_bos = sentencepiece(), byte_level(455, DIGITS_ONE_BY_ONE, "<|im_end|>", ("<|endoftext|>",))
     student = byte_level(610)
-    sample = text_maker(student, (one, two))(text)
-    return Sample(sample.student, sample.teachers, route), [student, one, two, student]
+    sample = text_maker(student, (with_bos, without_bos))(text)
+    return Sample(sample.student, sample.teachers, route), [student, with_bos, without_bos, student]
 
 
 @settings(max_examples=50)
 @given(TEXTS)
 def test_stretches_end_where_all_models_cut(text: str) -> None:
-    """Against an oracle over byte offsets: the bytes between common ends in which no side lacks a predictor."""
+    """Compare with an oracle: bytes between common token ends, if every model predicts all of them."""
     sample, tokenizers = small_sample(text)
     tokens = sides(sample)
     if len({b"".join(map(pieces(t).bytes_of, s.ids.tolist())) for s, t in zip(tokens, tokenizers, strict=True)}) > 1:
@@ -224,10 +226,10 @@ def test_stretches_end_where_all_models_cut(text: str) -> None:
 
 
 def test_a_routed_text_is_compared_with_its_own_teacher_alone() -> None:
-    """Catches bytes that are left out for a teacher that does not read the text."""
+    """Catches bytes that are excluded for a teacher that does not read the text."""
     text = "The quick brown fox"
     counts = {route: int(compared(small_sample(text, route)[0]).student.num_bytes.sum()) for route in (None, 0, 1, 2)}
-    # `The` has no predictor in the student either, whose tokenizer puts nothing before a text.
+    # Neither does the student predict `The`: its tokenizer has no BOS.
     assert counts[2] == len(text) - 3
     assert counts[None] == min(counts.values())
     rows = collate([small_sample(text, 1)[0]])
@@ -248,7 +250,7 @@ def test_a_teacher_without_a_token_leaves_its_bytes_out_on_all_sides() -> None:
 
 
 def test_template_text_has_no_bytes() -> None:
-    """With one tokenizer for all, too: bits per byte are of what the assistant says."""
+    """Bug: with a single tokenizer, bits per byte included the template's text."""
     tokenizer = small_chat("plain")
     maker = ChatSampleMaker(ChatEncoder.of(tokenizer, 99, {}), (SameTokenizer(),))
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The dog"}]

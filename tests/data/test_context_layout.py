@@ -1,4 +1,4 @@
-"""Columns that teachers' contexts read: found, checked and joined with another record's."""
+"""Columns for teachers' contexts: found, checked and joined with another record's columns."""
 
 import json
 import pickle
@@ -31,20 +31,20 @@ def layout(*fields: str, setting: str = TEMPLATE) -> Layout:
 
 
 def test_prompts_have_the_fields_of_their_record_and_of_another(tmp_path: Path) -> None:
-    """Bug: fields of the row before, or the prompt's own where another's are meant. 5 rows: two further, around."""
+    """Bug: fields of the wrong row. Of 5 rows, the other record is two rows on, modulo 5."""
     documents = load_documents(written(tmp_path, ROWS), layout("hint", "found", "answer"), key="data.train")
     joined = pickle.loads(pickle.dumps(with_others(documents, "data.train")))
 
     for i, prompt in zip([3, 0, 4], read_prompts(joined, [3, 0, 4]), strict=True):
-        other = (i + 2) % 5
+        other_row = (i + 2) % 5
         assert (prompt.content, prompt.answer) == (f"q{i}", str(i))
         assert prompt.fields == {
             "answer": i,
             FIELD + "hint": f"h{i}",
             FIELD + "found": [f"a{i}", "b"],
-            OTHER + "answer": other,
-            OTHER + FIELD + "hint": f"h{other}",
-            OTHER + FIELD + "found": [f"a{other}", "b"],
+            OTHER + "answer": other_row,
+            OTHER + FIELD + "hint": f"h{other_row}",
+            OTHER + FIELD + "found": [f"a{other_row}", "b"],
         }
     assert read_prompts(documents, [1])[0].fields == {
         "answer": 1,
@@ -54,11 +54,11 @@ def test_prompts_have_the_fields_of_their_record_and_of_another(tmp_path: Path) 
 
 
 def test_an_answer_is_written_as_that_of_another_record(tmp_path: Path) -> None:
-    """Bug: a list of answers as JSON for the gap, and one below the other for the contrast with it."""
-    own = document_layout(Data()).with_prompts("found").with_fields([("found", TEMPLATE)])
-    documents = with_others(load_documents(written(tmp_path, ROWS), own, key="data.train"), "data.train")
+    """Bug: the record's list of answers was written as JSON, and the other record's one below the other."""
+    answer_layout = document_layout(Data()).with_prompts("found").with_fields([("found", TEMPLATE)])
+    documents = with_others(load_documents(written(tmp_path, ROWS), answer_layout, key="data.train"), "data.train")
     settings = ContextSettings(template="{found}", gap_every=1, contrast=True)
-    context = Context(settings, own.columns, "teachers.0.context")
+    context = Context(settings, answer_layout.columns, "teachers.0.context")
     (prompt,) = read_prompts(documents, [0])
     assert context.contents(prompt.content, prompt.fields) == ("a0\n\nb", "q0", "a2\n\nb")
 
@@ -83,12 +83,12 @@ def test_conversations_have_their_fields(tmp_path: Path) -> None:
 def test_columns_that_cannot_be_read(
     rows: list[dict[str, Any]], fields: list[str], message: str, tmp_path: Path
 ) -> None:
-    """Before anything is loaded, but for null."""
-    source, wanted = written(tmp_path, rows), layout(*fields)
+    """Bug: unusable columns fail in training, and not before it."""
+    source, required = written(tmp_path, rows), layout(*fields)
 
     def check_and_load() -> None:
-        require_suitable(source, wanted, key="data.train")
-        load_documents(source, wanted, key="data.train")
+        require_suitable(source, required, key="data.train")
+        load_documents(source, required, key="data.train")
 
     with pytest.raises(DataError) as caught:
         check_and_load()
@@ -96,7 +96,7 @@ def test_columns_that_cannot_be_read(
 
 
 def test_a_column_is_what_each_setting_that_names_it_needs(tmp_path: Path) -> None:
-    """Bug: messages that one teacher reads as its whole prompt, and another's template cannot write."""
+    """Bug: a column of messages suits one teacher's `key`, but another teacher's template cannot write it."""
     source = written(tmp_path, [row | {"own": [{"role": "user", "content": "q"}]} for row in ROWS])
     settings = (TEMPLATE, "teachers.1.context.key")
     for named in (settings, settings[::-1]):

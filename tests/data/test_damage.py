@@ -1,4 +1,4 @@
-"""Damaged and hostile files: each is refused before a run, in one line with the file and the row, or read."""
+"""Damaged and hostile files are refused before a run, in one line with file and row; unusual ones are read."""
 
 import bz2
 import gzip
@@ -37,7 +37,7 @@ def _caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def load(source: Source, layout: Layout = TEXT) -> datasets.Dataset:
-    """What a run does with a source, in its order."""
+    """Check and load a source as a run does."""
     require_suitable(source, layout, key="data.train")
     return load_documents(source, layout, key="data.train")
 
@@ -50,7 +50,7 @@ def refusal(source: Source, layout: Layout = TEXT) -> str:
 
 
 def strings(offsets: list[int], data: bytes) -> pa.Array:
-    """Strings as a file may claim to hold them."""
+    """Return an array of strings without any validation of offsets and bytes."""
     starts = b"".join(offset.to_bytes(4, "little", signed=True) for offset in offsets)
     return pa.Array.from_buffers(pa.string(), len(offsets) - 1, [None, pa.py_buffer(starts), pa.py_buffer(data)])
 
@@ -65,7 +65,7 @@ BAD_STRINGS = [
 @pytest.mark.parametrize("write", [write_stream, write_file])
 @pytest.mark.parametrize(("bad", "row", "reason"), BAD_STRINGS)
 def test_arrow_strings(tmp_path: Path, write: Write, bad: pa.Array, row: int, reason: str) -> None:
-    """Bug: a mapped offset out of range was a SIGBUS at a later step; the row is found within batches and files."""
+    """Bugs: a mapped offset out of range was a SIGBUS at a later step; a row number relative to its batch."""
     good = pa.table({"text": ["x"] * 10})
     rows = pa.Table.from_arrays([pa.chunked_array([pa.array(["x"] * 1000), bad])], names=["text"])
     with pa.OSFile(str(tmp_path / "b.arrow"), "wb") as sink:
@@ -80,7 +80,7 @@ def test_arrow_strings(tmp_path: Path, write: Write, bad: pa.Array, row: int, re
 
 
 def test_parquet_that_is_not_utf8(tmp_path: Path) -> None:
-    """Parquet's reader does not look at the bytes."""
+    """Bug: invalid UTF-8 is read, as Parquet's reader does not validate it."""
     write_parquet(tmp_path / "a.parquet", pa.table({"text": ["x"] * 7}))
     bad = pa.Table.from_arrays([strings([0, 2, 4], b"ab\xff\xfe")], names=["text"])
     write_parquet(tmp_path / "b.parquet", bad)
@@ -111,8 +111,9 @@ def deep(number: int) -> bytes:
 )
 @pytest.mark.parametrize(("pack", "number"), [(bytes, 3000), (gzip.compress, 3000), (bytes, 1)])
 def test_a_line_of_jsonl(tmp_path: Path, line: bytes, reason: str, pack: Callable[[bytes], bytes], number: int) -> None:
-    """Behind good ones that tell the columns, blank ones counted. Bug: a bad byte was a bare UnicodeDecodeError, depth
-    ended Python.
+    """Bugs: a bad byte was a bare UnicodeDecodeError; deep nesting crashed Python; blank lines were not counted.
+
+    Good lines come first, which suffice to find the columns.
     """
     (tmp_path / "a.jsonl").write_bytes(GOOD)
     (tmp_path / "b.jsonl").write_bytes(pack(GOOD * number + b"\n" + line))
@@ -123,7 +124,7 @@ def test_a_line_of_jsonl(tmp_path: Path, line: bytes, reason: str, pack: Callabl
 
 
 def test_a_first_line_that_is_too_deep(tmp_path: Path) -> None:
-    """Bug: the early look at the columns was a stack overflow."""
+    """Bug: a stack overflow when the columns are inspected early."""
     (tmp_path / "a.jsonl").write_bytes(deep(100_000))
     assert "line 1 is malformed: it has more than 500" in refusal(Source(jsonl_files=str(tmp_path / "a.jsonl")))
 
@@ -172,7 +173,7 @@ PACKERS = [("gz", gzip.compress), ("zst", zstd), ("bz2", bz2.compress), ("xz", l
 
 @pytest.mark.parametrize(("suffix", "pack"), PACKERS)
 def test_compressed_lines(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]) -> None:
-    """Of several parts, known by the content, not by the name; cut or longer ones are refused, changed ones read."""
+    """Catches a second part that is skipped, recognition by name, and damaged or replaced files that go unnoticed."""
     path = tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(pack(GOOD * 20) + pack(b'{"text": "z"}\n'))
     assert load(Source(jsonl_files=str(path)))["text"][:] == ["abc"] * 20 + ["z"]
@@ -180,8 +181,8 @@ def test_compressed_lines(tmp_path: Path, suffix: str, pack: Callable[[bytes], b
     assert load(Source(jsonl_files=str(tmp_path / "b.jsonl")))["text"][:] == ["named otherwise"]
     path.write_bytes(pack(b'{"text": "other"}\n'))
     assert load(Source(jsonl_files=str(path)))["text"][:] == ["other"]
-    whole = pack(b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(3000)))
-    for damaged in (whole[: len(whole) // 2], whole + b"and more"):
+    content = pack(b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(3000)))
+    for damaged in (content[: len(content) // 2], content + b"and more"):
         path.write_bytes(damaged)
         message = refusal(Source(jsonl_files=str(path)))
         assert f"data.train.jsonl_files={str(path)!r} cannot be read: " in message
@@ -211,7 +212,7 @@ ENCODINGS = [
 @pytest.mark.parametrize(("kind", "write", "suffix"), KINDS[:3])
 @pytest.mark.parametrize("dtype", ENCODINGS, ids=str)
 def test_every_encoding_of_text(tmp_path: Path, kind: str, write: Write, suffix: str, dtype: pa.DataType) -> None:
-    """Beside a column that nobody reads, in the same encoding."""
+    """Catches an encoding that is refused in the text's column, or in a column that is not read."""
     texts = pa.array(["a", "zwei", "a"]).cast(dtype)
     write(tmp_path / f"a{suffix}", pa.table({"text": texts, "other": texts}))
     documents = load(Source(**{kind: str(tmp_path / f"a{suffix}")}))
@@ -255,18 +256,18 @@ def test_a_malformed_conversation_names_its_row(tmp_path: Path, suffix: str, cha
 
 
 def test_conversations_whose_messages_differ_in_keys(tmp_path: Path) -> None:
-    """Bug: refused as no list of objects, because `datasets` keeps such messages as JSON."""
+    """Bug: the column is refused because `datasets` stores such messages as JSON."""
     called = [*TURNS, {"role": "tool", "content": "4", "name": "f"}]
     called[1] = TURNS[1] | {"tool_calls": [{"function": {"name": "f", "arguments": {"a": 2}}}]}
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, TURNS[1]]
     write_chats(tmp_path / "a.jsonl", [TURNS, called, parts])
     documents = load(Source(jsonl_files=str(tmp_path / "a.jsonl")), CHAT)
-    assert [each.messages for each in read_documents(documents, [0, 1, 2])] == [TURNS, called, parts]  # type: ignore[union-attr]
+    assert [document.messages for document in read_documents(documents, [0, 1, 2])] == [TURNS, called, parts]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
 def test_a_column_of_texts_is_no_conversation(tmp_path: Path, kind: str, write: Write, suffix: str) -> None:
-    """Bug: an error of JSON that does not say which column to name."""
+    """Bug: a bare JSON error that does not name the column."""
     write(tmp_path / f"a{suffix}", table(["hello", "[1]"], "chat"))
     with pytest.raises(DataError, match=r"column 'chat' holds no conversations; its first row is 'hello'…"):
         load(Source(**{kind: str(tmp_path / f"a{suffix}")}), CHAT)
@@ -274,10 +275,10 @@ def test_a_column_of_texts_is_no_conversation(tmp_path: Path, kind: str, write: 
 
 @pytest.mark.parametrize("damage", ["cut", "overwritten"])
 def test_a_damaged_conversion_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Bug: the user's file was said to be incomplete, or its text was read as what the damage had made of it."""
+    """Bugs: the message called the user's file incomplete; the damaged text was used."""
     (tmp_path / "a.jsonl").write_bytes(GOOD * 50)
     source = Source(jsonl_files=str(tmp_path / "a.jsonl"))
-    (cached,) = (Path(each["filename"]) for each in load(source).cache_files)
+    (cached,) = (Path(file["filename"]) for file in load(source).cache_files)
     content = cached.read_bytes()
     cached.write_bytes(content[: len(content) // 2] if damage == "cut" else content.replace(b"abc", b"\xff\xfe\xfd"))
     assert load(source)["text"][:] == ["abc"] * 50
@@ -285,7 +286,7 @@ def test_a_damaged_conversion_is_made_again(tmp_path: Path, damage: str, caplog:
 
 
 def test_the_loader_names_the_row(tmp_path: Path) -> None:
-    """Of what only making the sample shows."""
+    """Bug: an error that first shows when the sample is made does not name the row."""
 
     def refuse(document: object) -> Any:
         raise DataError("no such token")
@@ -297,7 +298,7 @@ def test_the_loader_names_the_row(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_under_the_run(tmp_path: Path) -> None:
-    """Bug: reading behind its new end is a SIGBUS. Other files, and rows that are read before, are no matter."""
+    """Bugs: reading behind the new end is a SIGBUS; rows of other files are refused, too."""
     rows = table(["some text"] * 50_000)
     for name in ("a", "b"):
         with pa.OSFile(str(tmp_path / f"{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
@@ -338,17 +339,17 @@ def test_a_file_that_is_changed_in_place_is_checked_again(tmp_path: Path, caplog
         source.__getitems__([8])
 
 
-@pytest.mark.parametrize("left", ["", '{"dataset_size": 1, "spl', "[]"])
+@pytest.mark.parametrize("description", ["", '{"dataset_size": 1, "spl', "[]"])
 def test_a_damaged_description_of_a_conversion_is_no_fault_of_the_file(
-    left: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    description: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bug: each later run said that the user's file, which was whole, could not be read."""
+    """Bug: every later run reported that the user's intact file could not be read."""
     file = tmp_path / "a.jsonl"
     file.write_bytes(GOOD * 3)
     source = Source(jsonl_files=(str(file),))
     load(source)
     (info,) = Path(datasets.config.HF_DATASETS_CACHE).rglob("dataset_info.json")
-    info.write_text(left)
+    info.write_text(description)
     assert len(load(source)) == 3
     assert f"{info} is damaged; its data is converted again" in caplog.text
 

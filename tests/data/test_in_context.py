@@ -1,4 +1,4 @@
-"""Teachers that read another prompt: the student's ids stay, and what is compared is the response alone."""
+"""Teachers with a prompt of their own: the student's ids stay, and only the response is compared."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,8 +32,8 @@ TEMPLATES = st.lists(st.one_of(NAMES, TEXT_CHARACTERS.map(lambda text: text.repl
 
 
 def of_texts(tokenizer: Any, reader: Any, max_length: int = 999, **context: Any) -> PrivilegedPrompt[Any]:
-    own = Context(ContextSettings(**context), HINT, "teachers.0.context")
-    return PrivilegedPrompt(reader, own, tokenizer, None, pieces_of(tokenizer).vocab_size, max_length)
+    prompt_context = Context(ContextSettings(**context), HINT, "teachers.0.context")
+    return PrivilegedPrompt(reader, prompt_context, tokenizer, None, pieces_of(tokenizer).vocab_size, max_length)
 
 
 def of_chats(tokenizer: Any, reader: Any, max_length: int = 999, **context: Any) -> PrivilegedPrompt[Any]:
@@ -45,8 +45,8 @@ def crossing_text() -> CrossTokenizerText:
     return CrossTokenizerText.of(TEACHER, 999, TokenAligner(STUDENT, TEACHER))
 
 
-def told(rollout: Rollout, hint: str, other: str = "") -> Rollout:
-    fields = {FIELD + "hint": hint, OTHER + FIELD + "hint": other}
+def hinted(rollout: Rollout, hint: str, other_hint: str = "") -> Rollout:
+    fields = {FIELD + "hint": hint, OTHER + FIELD + "hint": other_hint}
     return replace(rollout, prompt=replace(rollout.prompt, fields=fields))
 
 
@@ -59,7 +59,7 @@ def read(teacher: TeacherSample) -> list[int]:
 
 
 def check_verbatim(sample: Sample, teacher: TeacherSample) -> None:
-    """Check that what is compared are the student's ids, wherever the teacher has them."""
+    """Check that the teacher's compared tokens are the student's ids, at positions that may differ."""
     assert teacher.chunks is None
     assert teacher.moved_by is not None
     places = np.flatnonzero(teacher.tokens.loss_mask)
@@ -70,7 +70,7 @@ def check_verbatim(sample: Sample, teacher: TeacherSample) -> None:
 @given(TEMPLATES, TEXT_CHARACTERS, st.text(min_size=1, max_size=20), st.integers(1, 40))
 @settings(max_examples=80)
 def test_no_context_reaches_the_student(parts: list[str], hint: str, response: str, max_length: int) -> None:
-    """Whatever template, field and length; the teacher reads the filled template, then the ids as they were sampled."""
+    """Catches context in the student's tokens, and a teacher that reads more or less than template and sampled ids."""
     template = "".join(parts)
     if not field_names(template):
         template += "{hint}"
@@ -78,79 +78,83 @@ def test_no_context_reaches_the_student(parts: list[str], hint: str, response: s
     if not template.strip():
         return
     teacher = of_texts(STUDENT, SameTokenizer(), template=template)
-    sample, plain = text_made(told(rollout, hint), teacher), text_made(rollout, SameTokenizer())
+    sample, plain = text_made(hinted(rollout, hint), teacher), text_made(rollout, SameTokenizer())
 
     assert sample.student.ids.tolist() == plain.student.ids.tolist()
     assert sample.student.loss_mask.tolist() == plain.student.loss_mask.tolist()
-    (own,) = sample.teachers
+    (teacher_sample,) = sample.teachers
     expected = template.format(prompt="The quick", hint=hint)
-    assert read(own) == [*STUDENT(expected)["input_ids"], *rollout.ids[rollout.loss_mask].tolist()]
-    check_verbatim(sample, own)
-    assert own.tokens.loss_mask.sum() == rollout.num_sampled - (own.moved_by == -len(STUDENT("The quick")["input_ids"]))
+    assert read(teacher_sample) == [*STUDENT(expected)["input_ids"], *rollout.ids[rollout.loss_mask].tolist()]
+    check_verbatim(sample, teacher_sample)
+    assert teacher_sample.tokens.loss_mask.sum() == rollout.num_sampled - (
+        teacher_sample.moved_by == -len(STUDENT("The quick")["input_ids"])
+    )
     try:
-        cut = text_made(told(rollout, hint), replace(teacher, max_length=max_length)).teachers[0]
+        cut = text_made(hinted(rollout, hint), replace(teacher, max_length=max_length)).teachers[0]
     except DataError:
         assert max_length <= len(STUDENT(expected)["input_ids"])
     else:
-        assert read(cut) == read(own)[:max_length]
+        assert read(cut) == read(teacher_sample)[:max_length]
 
 
 def test_another_tokenizer_is_aligned_on_the_response_alone() -> None:
-    """Bug: the prompts, which differ, were aligned too, so that all behind them counted as of another history."""
+    """Bug: the prompts, which differ, were aligned too, so that all later chunks had a different history."""
     ids = STUDENT(" brown fox 123", add_special_tokens=False)["input_ids"]
-    rollout = told(collected(ids, "length"), "It is a fox.")
+    rollout = hinted(collected(ids, "length"), "It is a fox.")
     template = "{hint} 東京\n{prompt}"
-    (own,) = text_made(rollout, of_texts(TEACHER, crossing_text(), template=template)).teachers
-    assert own.chunks is not None
-    ours, theirs = own.chunks.compared
+    (teacher,) = text_made(rollout, of_texts(TEACHER, crossing_text(), template=template)).teachers
+    assert teacher.chunks is not None
+    ours, theirs = teacher.chunks.compared
     assert ((ours >= 0) == rollout.loss_mask).all()
-    assert ((theirs >= 0) == own.tokens.loss_mask).all()
-    assert TEACHER.decode(own.tokens.ids[own.tokens.loss_mask]) == " brown fox 123"
-    assert TEACHER.decode(own.tokens.ids[~own.tokens.loss_mask]) == "It is a fox. 東京\nThe quick"
+    assert ((theirs >= 0) == teacher.tokens.loss_mask).all()
+    assert TEACHER.decode(teacher.tokens.ids[teacher.tokens.loss_mask]) == " brown fox 123"
+    assert TEACHER.decode(teacher.tokens.ids[~teacher.tokens.loss_mask]) == "It is a fox. 東京\nThe quick"
 
 
 @pytest.mark.parametrize(("template", "learned"), [("{hint} T", " fox"), ("{prompt}\n", "he fox")])
 def test_a_token_across_the_prompts_end_is_not_compared(template: str, learned: str) -> None:
-    """The teacher merges its prompt's end with the response's first letters; the student has other tokens there."""
-    rollout = told(collected(STUDENT("he fox", add_special_tokens=False)["input_ids"], "length"), "a")
-    (own,) = text_made(rollout, of_texts(TEACHER, crossing_text(), template=template)).teachers
-    assert own.chunks is not None
+    """Bug: a teacher's token that merges the prompt's end with the response's first letters is compared."""
+    rollout = hinted(collected(STUDENT("he fox", add_special_tokens=False)["input_ids"], "length"), "a")
+    (teacher,) = text_made(rollout, of_texts(TEACHER, crossing_text(), template=template)).teachers
+    assert teacher.chunks is not None
     for ids, chunks, tokenizer in (
-        (rollout.ids, own.chunks.compared[0], STUDENT),
-        (own.tokens.ids, own.chunks.compared[1], TEACHER),
+        (rollout.ids, teacher.chunks.compared[0], STUDENT),
+        (teacher.tokens.ids, teacher.chunks.compared[1], TEACHER),
     ):
         assert tokenizer.decode(ids[chunks >= 0]) == learned
 
 
 def test_a_datasets_token_across_the_prompts_end_is_read() -> None:
-    """Bug: of the continuation "e fox" of "Th" the teacher read " fox", as the student's prompt has the token "The"."""
+    """Bug: for "Th" + "e fox" the teacher read the response " fox", as the student's prompt has the token "The"."""
     rollout = dataset_rollout(Prompt(0, "Th", response="e fox"), TextRenderer(STUDENT), 99)
     assert rollout.before == "e"
-    own, cross = text_made(
-        told(rollout, "a"),
+    same, cross = text_made(
+        hinted(rollout, "a"),
         of_texts(STUDENT, SameTokenizer(), template="{hint}: {prompt}"),
         of_texts(TEACHER, crossing_text(), template="{hint}: {prompt}"),
     ).teachers
-    assert STUDENT.decode(own.tokens.ids, skip_special_tokens=True) == "a: The fox"
+    assert STUDENT.decode(same.tokens.ids, skip_special_tokens=True) == "a: The fox"
     assert TEACHER.decode(cross.tokens.ids, skip_special_tokens=True) == "a: The fox"
 
 
 def test_turns_behind_another_conversation() -> None:
-    """The teacher reads its own template's prompt with the hint in it, then the sampled ids with what was answered."""
+    """Catches a teacher that lacks the hint, its template, a sampled id or the environment's answer."""
     student = talking("tagged")
-    rollout = told(conversation(student, f"I ask. {CALL}", "It is 42."), "six sevens are 42")
+    rollout = hinted(conversation(student, f"I ask. {CALL}", "It is 42."), "six sevens are 42")
     context = {"template": "{prompt} ({hint})", "system_prompt": "You know {hint}."}
     teacher = with_template(TEACHER, ROLES)
     crossing = CrossTokenizer(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
     teachers = of_chats(student, SameTokenizer(), **context), of_chats(teacher, crossing, **context)
     sample = RolloutSampleMaker(pieces_of(student).lengths, teachers)(rollout)
-    asked = [{"role": "system", "content": "You know six sevens are 42."}, *rollout.prompt.content]
-    asked[-1] = {"role": "user", "content": "6 * 7? (six sevens are 42)"}
+    prompt_messages = [{"role": "system", "content": "You know six sevens are 42."}, *rollout.prompt.content]
+    prompt_messages[-1] = {"role": "user", "content": "6 * 7? (six sevens are 42)"}
 
     same, cross = sample.teachers
     check_verbatim(sample, same)
     start = int(rollout.turns[0, 0])
-    prompt = student.apply_chat_template(asked, tools=rollout.prompt.tools, add_generation_prompt=True, tokenize=False)
+    prompt = student.apply_chat_template(
+        prompt_messages, tools=rollout.prompt.tools, add_generation_prompt=True, tokenize=False
+    )
     assert read(same) == [*student(prompt, add_special_tokens=False)["input_ids"], *rollout.ids[start:].tolist()]
     assert same.tokens.loss_mask.sum() == rollout.num_sampled
 
@@ -158,9 +162,9 @@ def test_turns_behind_another_conversation() -> None:
     ours, theirs = cross.chunks.compared
     assert ((ours >= 0) == rollout.loss_mask).all()
     assert ((theirs >= 0) == cross.tokens.loss_mask).all()
-    messages = [*asked, *rollout.messages[len(rollout.prompt.content) :]]
-    whole = teacher.apply_chat_template(messages, tokenize=False)
-    assert TEACHER.decode(cross.tokens.ids) == whole.rstrip("\n")
+    messages = [*prompt_messages, *rollout.messages[len(rollout.prompt.content) :]]
+    rendered = teacher.apply_chat_template(messages, tokenize=False)
+    assert TEACHER.decode(cross.tokens.ids) == rendered.rstrip("\n")
 
 
 TALK = [
@@ -189,11 +193,11 @@ def chat_made(length: int = 999, talk: list[dict[str, str]] = TALK, **context: A
     ],
 )
 def test_a_conversation_of_the_data(context: dict[str, str], learned: list[int]) -> None:
-    """Compared is what the assistant says behind all that differs, and it is what both sides learn."""
+    """Catches compared answers before the last difference of the prompts, and a loss on other tokens."""
     student, teacher, sample = chat_made(**context)
-    said = [TALK[1]["content"] + "<|im_end|>", TALK[3]["content"] + "<|im_end|>"]
-    expected = "".join(said[k] for k in learned)
-    assert student.decode(sample.student.ids[sample.student.loss_mask]) == "".join(said)
+    answers = [TALK[1]["content"] + "<|im_end|>", TALK[3]["content"] + "<|im_end|>"]
+    expected = "".join(answers[k] for k in learned)
+    assert student.decode(sample.student.ids[sample.student.loss_mask]) == "".join(answers)
     same, cross = sample.teachers
     check_verbatim(sample, same)
     assert student.decode(same.tokens.ids[same.tokens.loss_mask]) == expected
@@ -201,27 +205,32 @@ def test_a_conversation_of_the_data(context: dict[str, str], learned: list[int])
     ours, theirs = cross.chunks.compared
     assert student.decode(sample.student.ids[ours >= 0]) == expected
     assert teacher.decode(cross.tokens.ids[theirs >= 0]) == expected
-    for tokenizer, own in ((student, same), (teacher, cross)):
-        assert "a dog that sleeps" in tokenizer.decode(own.tokens.ids[: int(np.flatnonzero(own.tokens.loss_mask)[0])])
-    kept = compared(sample)
-    num_bytes = {int(side.num_bytes.sum()) for side in (kept.student, *(own.tokens for own in kept.teachers))}
+    for tokenizer, teacher_sample in ((student, same), (teacher, cross)):
+        assert "a dog that sleeps" in tokenizer.decode(
+            teacher_sample.tokens.ids[: int(np.flatnonzero(teacher_sample.tokens.loss_mask)[0])]
+        )
+    counted = compared(sample)
+    num_bytes = {
+        int(side.num_bytes.sum())
+        for side in (counted.student, *(teacher_sample.tokens for teacher_sample in counted.teachers))
+    }
     assert num_bytes == {sum(len(TALK[2 * k + 1]["content"]) for k in learned)}
 
 
 def test_a_conversation_that_the_assistant_begins() -> None:
-    """Its greeting is part of the prompt. Bug: an IndexError, as nothing stood in front of the response."""
+    """Bug: an IndexError, as nothing precedes the first answer, which belongs to the prompt here."""
     student, _, sample = chat_made(
         talk=[{"role": "assistant", "content": "Hello."}, *TALK], system_prompt="Say {hint}."
     )
     same, cross = sample.teachers
-    said = [TALK[1]["content"] + "<|im_end|>", TALK[3]["content"] + "<|im_end|>"]
-    assert student.decode(same.tokens.ids[same.tokens.loss_mask]) == "".join(said)
+    answers = [TALK[1]["content"] + "<|im_end|>", TALK[3]["content"] + "<|im_end|>"]
+    assert student.decode(same.tokens.ids[same.tokens.loss_mask]) == "".join(answers)
     assert cross.chunks is not None
-    assert student.decode(sample.student.ids[cross.chunks.compared[0] >= 0]) == "".join(said)
+    assert student.decode(sample.student.ids[cross.chunks.compared[0] >= 0]) == "".join(answers)
 
 
 def test_of_a_conversation_without_a_response_nothing_is_learned() -> None:
-    """Bug: learned from a teacher that has read it without its context."""
+    """Bug: the student learned the greeting from a teacher that read it without the context."""
     _, _, sample = chat_made(talk=[{"role": "assistant", "content": "Hello."}, TALK[0]], system_prompt="Say {hint}.")
     same, cross = sample.teachers
     assert sample.student.loss_mask.any()
@@ -234,7 +243,7 @@ def test_of_a_conversation_without_a_response_nothing_is_learned() -> None:
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("names", [("qwen3", "llama3_1"), ("llama3_1", "qwen3")])
 def test_real_templates(names: tuple[str, str]) -> None:
-    """Templates that write thinking blocks or dates. The teacher with the same tokenizer has its own variables."""
+    """Catches templates that write thinking blocks or dates into the compared part."""
     student, teacher = map(real_tokenizer, names)
     crossing = CrossTokenizer(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
     context = {"template": "{prompt}\n{hint}", "system_prompt": "Say {hint}."}
@@ -242,9 +251,9 @@ def test_real_templates(names: tuple[str, str]) -> None:
     sample = ChatSampleMaker(ChatEncoder.of(student, 999, {}), readers)(Conversation(TALK, None, FIELDS))
     same, cross = sample.teachers
     check_verbatim(sample, same)
-    asked = [{"role": "system", "content": "Say a dog that sleeps."}, *TALK[:2]]
-    asked.append({"role": "user", "content": "def f(x)\na dog that sleeps"})
-    prompt = student.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    prompt_messages = [{"role": "system", "content": "Say a dog that sleeps."}, *TALK[:2]]
+    prompt_messages.append({"role": "user", "content": "def f(x)\na dog that sleeps"})
+    prompt = student.apply_chat_template(prompt_messages, add_generation_prompt=True, tokenize=False)
     start = int(np.flatnonzero(same.tokens.loss_mask)[0])
     assert student.decode(same.tokens.ids[:start]) == prompt
     assert TALK[3]["content"] in student.decode(same.tokens.ids[start:])
@@ -257,13 +266,13 @@ def test_real_templates(names: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("length", range(20, 90, 7))
 def test_a_cut_conversation_is_compared_as_far_as_it_goes(length: int) -> None:
-    _, _, whole = chat_made(template="{hint}")
+    _, _, full = chat_made(template="{hint}")
     _, _, cut = chat_made(length, template="{hint}")
-    assert len(cut.student) == min(length, len(whole.student))
-    for own, uncut in zip(cut.teachers, whole.teachers, strict=True):
-        assert read(own) == read(uncut)[: len(own.tokens)]
+    assert len(cut.student) == min(length, len(full.student))
+    for teacher, uncut in zip(cut.teachers, full.teachers, strict=True):
+        assert read(teacher) == read(uncut)[: len(teacher.tokens)]
     check_verbatim(cut, cut.teachers[0])
-    ours, uncut = (sample.teachers[1].chunks for sample in (cut, whole))
+    ours, uncut = (sample.teachers[1].chunks for sample in (cut, full))
     assert ours is not None
     assert uncut is not None
     assert set(ours.student.tolist()) <= set(uncut.student.tolist())
@@ -271,11 +280,13 @@ def test_a_cut_conversation_is_compared_as_far_as_it_goes(length: int) -> None:
 
 def test_the_same_response_without_the_context_and_with_another() -> None:
     _, _, sample = chat_made(template="{prompt} {hint}", gap_every=1, contrast=True)
-    for tokenizer, own in zip((talking("tagged"), TEACHER), sample.teachers, strict=True):
-        texts = [tokenizer.decode(tokens.ids) for tokens in (own.tokens, *own.variants)]
+    for tokenizer, teacher in zip((talking("tagged"), TEACHER), sample.teachers, strict=True):
+        texts = [tokenizer.decode(tokens.ids) for tokens in (teacher.tokens, *teacher.variants)]
         told_of = [[hint in text for hint in FIELDS.values()] for text in texts]
         assert told_of == [[True, False], [False, False], [False, True]]
-        assert len({tokenizer.decode(tokens.ids[tokens.loss_mask]) for tokens in (own.tokens, *own.variants)}) == 1
+        assert (
+            len({tokenizer.decode(tokens.ids[tokens.loss_mask]) for tokens in (teacher.tokens, *teacher.variants)}) == 1
+        )
     same, cross = sample.teachers
     _, _, plain = chat_made(template="{prompt}")
     assert same.variants[0].ids.tolist() == plain.student.ids.tolist()
@@ -283,13 +294,17 @@ def test_the_same_response_without_the_context_and_with_another() -> None:
 
 
 def test_what_is_stored_and_collated_is_what_was_made() -> None:
-    """Bug: a field that the cache or a batch lacks. Positions in the batch are moved as in the sample."""
+    """Bugs: the cache or a batch lacks a field; positions in the batch are shifted differently than in the sample."""
     _, _, sample = chat_made(template="{prompt} {hint}", gap_every=1, contrast=True)
     (again,) = decoded(encoded([sample]))
     batch, same = collate([sample, again]), compared(sample).teachers[0]
-    for own, stored in zip(sample.teachers, again.teachers, strict=True):
-        assert (own.moved_by, own.leakage, len(own.variants)) == (stored.moved_by, stored.leakage, len(stored.variants))
-        assert [read_.ids.tolist() for read_ in own.variants] == [read_.ids.tolist() for read_ in stored.variants]
+    for teacher, stored in zip(sample.teachers, again.teachers, strict=True):
+        assert (teacher.moved_by, teacher.leakage, len(teacher.variants)) == (
+            stored.moved_by,
+            stored.leakage,
+            len(stored.variants),
+        )
+        assert [read_.ids.tolist() for read_ in teacher.variants] == [read_.ids.tolist() for read_ in stored.variants]
     rows = batch.teachers[0]
     assert rows.moved is not None
     assert rows.leakage is not None
@@ -308,11 +323,11 @@ def test_what_is_stored_and_collated_is_what_was_made() -> None:
 def test_a_conversation_without_an_answer_teaches_nothing() -> None:
     student = talking("tagged")
     teacher = of_chats(student, SameTokenizer(), template="{hint}", gap_every=1)
-    (own,) = ChatSampleMaker(ChatEncoder.of(student, 999, {}), (teacher,))(
+    (teacher_sample,) = ChatSampleMaker(ChatEncoder.of(student, 999, {}), (teacher,))(
         Conversation(TALK[:1], None, FIELDS)
     ).teachers
-    assert (own.moved_by, own.leakage, len(own.variants)) == (0, (0, 0), 1)
-    assert not own.tokens.loss_mask.any()
+    assert (teacher_sample.moved_by, teacher_sample.leakage, len(teacher_sample.variants)) == (0, (0, 0), 1)
+    assert not teacher_sample.tokens.loss_mask.any()
 
 
 @pytest.mark.parametrize(
@@ -345,7 +360,7 @@ def test_values_are_written() -> None:
 )
 def test_records_that_no_prompt_can_be_made_of(teacher: dict[str, Any], message: str) -> None:
     student = talking("tagged")
-    rollout = told(conversation(student, "It is 42."), '[{"role": "assistant", "content": "No"}]')
+    rollout = hinted(conversation(student, "It is 42."), '[{"role": "assistant", "content": "No"}]')
     with pytest.raises(DataError, match=message):
         RolloutSampleMaker(pieces_of(student).lengths, (of_chats(student, SameTokenizer(), **teacher),))(rollout)
 
@@ -353,7 +368,7 @@ def test_records_that_no_prompt_can_be_made_of(teacher: dict[str, Any], message:
 @given(st.text("ab", max_size=60), st.text("ab", max_size=60), st.text("ab", max_size=30))
 @settings(max_examples=60)
 def test_leakage_is_what_common_substrings_cover(response: str, context: str, prompt: str) -> None:
-    """Bug: bytes of overlapping substrings counted twice, or the last of them not at all."""
+    """Bugs: bytes of overlapping substrings count twice; the last substring does not count."""
     covered: set[int] = set()
     for start, stop in ((i, j) for i in range(len(response)) for j in range(i + LEAST, len(response) + 1)):
         part = response[start:stop]
@@ -364,6 +379,6 @@ def test_leakage_is_what_common_substrings_cover(response: str, context: str, pr
 
 
 def test_leakage_is_counted_in_bytes() -> None:
-    said = "The answer is 東京タワー."
-    assert leakage(said, f"Solution: {said}", "q") == (len(said.encode()),) * 2
-    assert leakage(said, f"Solution: {said}", said) == (0, len(said.encode()))
+    answer = "The answer is 東京タワー."
+    assert leakage(answer, f"Solution: {answer}", "q") == (len(answer.encode()),) * 2
+    assert leakage(answer, f"Solution: {answer}", answer) == (0, len(answer.encode()))

@@ -1,4 +1,4 @@
-"""JSON rows as datasets: what comes back is what was written."""
+"""JSON rows come back from datasets unchanged."""
 
 import json
 from dataclasses import replace
@@ -53,7 +53,7 @@ def parquet(folder: Path, table: pa.Table) -> Source:
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl_of_text", "text", "arrow_json", "list_of_arrow_json"])
 def test_values_of_conversations_stay(tmp_path: Path, kind: str) -> None:
-    """Bug: nulls dropped, keys of other rows added, large integers as floats, dates as dates, keys in another order."""
+    """Bugs: lost nulls, added keys of other rows, large integers as floats, parsed dates, keys in another order."""
     chats = [conversation(arguments) for arguments in ARGUMENTS]
     texts = {"messages": list(map(json.dumps, chats)), "tools": [json.dumps([TOOL])] * len(chats)}
     if kind == "jsonl":
@@ -72,7 +72,7 @@ def test_values_of_conversations_stay(tmp_path: Path, kind: str) -> None:
     documents = load_documents(source, CHAT, key="data.train")
     read = read_documents(documents, [3, 2, 1, 0])
     assert read == [Conversation(chat, [TOOL]) for chat in reversed(chats)]
-    assert [json.dumps(each.messages) for each in read] == list(map(json.dumps, reversed(chats)))  # type: ignore[union-attr]
+    assert [json.dumps(document.messages) for document in read] == list(map(json.dumps, reversed(chats)))  # type: ignore[union-attr]
     prompts = read_prompts(documents, [2, 0], CHAT)
     assert [prompt.tools for prompt in prompts] == [[TOOL]] * 2
     assert prompts[0].row["messages"] == chats[2]
@@ -98,7 +98,7 @@ def test_nulls_that_arrow_adds_go(tmp_path: Path) -> None:
     ],
 )
 def test_answers_stay(tmp_path: Path, answers: list[Any], written: list[str | None]) -> None:
-    """Bug: dates refused as of another type, and large integers rounded."""
+    """Bugs: dates are refused for their type; large integers are rounded."""
     source = jsonl(tmp_path, [{"text": "q", "answer": answer} for answer in answers])
     layout = text_layout("text").with_prompts("answer")
     require_suitable(source, layout, key="data.train")
@@ -107,7 +107,7 @@ def test_answers_stay(tmp_path: Path, answers: list[Any], written: list[str | No
 
 
 def test_whole_rows_have_what_was_written(tmp_path: Path) -> None:
-    """Bug: a reward reads objects with keys of other rows, or the run ends at a large integer in them."""
+    """Bugs: a reward reads objects with keys of other rows; a large integer in an object ends the run."""
     rows = [
         {"text": "a", "tests": {"x": LARGE, "none": None}, "day": "2024-01-01", "n": 1, "ok": True},
         {"text": "b", "tests": [1, "a"], "day": "2024-01-02", "n": 2, "late": "z"},
@@ -120,7 +120,7 @@ def test_whole_rows_have_what_was_written(tmp_path: Path) -> None:
 
 
 def test_types_of_columns() -> None:
-    """Bug: a column that is refused, or read, as another than its values are."""
+    """Bug: a column gets a type that its values do not have."""
     columns: dict[str, tuple[list[Any], pa.DataType]] = {
         "nothing": ([None, None], pa.null()),
         "bool": ([True, None], pa.bool_()),
@@ -138,7 +138,7 @@ def test_types_of_columns() -> None:
 
 
 def test_a_file_that_is_one_json_list(tmp_path: Path) -> None:
-    """Bug: a message names a line that has no row."""
+    """Bug: the message names a line, although the file is one JSON list."""
     (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": "b"}, {"text": 1}], indent=1))
     source = Source(jsonl_files=str(tmp_path / "a.json"))
     with pytest.raises(DataError, match=r"a\.json': element 3 is malformed: 'text' is not a string but 1"):
@@ -151,13 +151,13 @@ def test_a_file_that_is_one_json_list(tmp_path: Path) -> None:
 
 
 def test_documents_of_another_order_of_keys_are_other_documents() -> None:
-    """Bug: the cached sample of one conversation for another, whose template writes the arguments in another order."""
-    one, other = ([{"role": "user", "content": "Hi", "x": x}] for x in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
-    assert _key_of(Conversation(one)) != _key_of(Conversation(other))
+    """Bug: one cached sample for two conversations whose arguments a template writes in different orders."""
+    first, second = ([{"role": "user", "content": "Hi", "x": x}] for x in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
+    assert _key_of(Conversation(first)) != _key_of(Conversation(second))
 
 
 def test_rows_that_are_no_dataset() -> None:
-    """Bug: a trainer's rows have nulls that Arrow added; other columns keep theirs."""
+    """Bug: a trainer's rows keep nulls that Arrow added to messages, or lose nulls of other columns."""
 
     class Rows:
         def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The order of training data: a function of the seed and the step, whatever was interrupted or done in parallel."""
+"""The order of training data depends on seed and step alone, also after an interruption and with workers."""
 
 import multiprocessing
 import os
@@ -38,7 +38,7 @@ class FakeDocuments:
 
 
 def number_sample(text: str) -> Sample:
-    """As many tokens as the number says, each the number."""
+    """Return a sample of n tokens with id n for the text of the number n."""
     number = int(text)
     return Sample(
         Tokens(
@@ -51,7 +51,7 @@ def number_sample(text: str) -> Sample:
 
 
 def report_or_refuse(text: str) -> Sample:
-    """The number, the process, its threads and whether it blocks SIGINT and is serial, as ids; an error at 4."""
+    """Return as ids: number, process, threads, whether SIGINT is blocked, whether tokenizers are serial. Fails at 4."""
     if text == "4":
         raise DataError(f"document {text} is bad")
     blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -88,7 +88,7 @@ def numbers(loader: TrainLoader, steps: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> list[list[int]]:
-    """Three epochs, read without workers."""
+    """Return three epochs, read without workers."""
     return numbers(train_loader(), 3 * STEPS_PER_EPOCH)
 
 
@@ -116,13 +116,13 @@ def test_order_without_shuffling_and_of_another_seed(uninterrupted: list[list[in
 
 def test_order_is_independent_of_global_random_state(uninterrupted: list[list[int]]) -> None:
     torch.manual_seed(1)
-    before = torch.get_rng_state()
+    state = torch.get_rng_state()
     assert numbers(train_loader(), 9) == uninterrupted
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_resume_at_every_step(uninterrupted: list[list[int]]) -> None:
-    """Includes step 0, and both sides of the end of an epoch."""
+    """Catches a wrong resume at step 0 and around the end of an epoch."""
     first = train_loader()
     for step in range(len(uninterrupted)):
         resumed = train_loader()
@@ -142,9 +142,9 @@ def test_rewind(uninterrupted: list[list[int]]) -> None:
 
 @pytest.mark.world
 def test_a_worker_resumes_across_the_end_of_an_epoch(uninterrupted: list[list[int]]) -> None:
-    """It reads ahead; a state taken from what it has read, not from what was returned, would skip batches.
+    """Bug: the state counts batches that a worker has read ahead, so that a resumed run skips them.
 
-    A state taken with a worker serves a run without one and the other way round.
+    Also resumes without a worker from a state with one, and the reverse.
     """
     start = train_loader()
     numbers(start, 1)
@@ -162,9 +162,9 @@ def test_a_worker_resumes_across_the_end_of_an_epoch(uninterrupted: list[list[in
 
 @pytest.mark.world
 def test_workers_are_spawned_serial_deaf_to_interrupts_and_leave_nothing_behind() -> None:
-    """Signals reach the whole process group: a worker that dies of one takes the batch being read with it.
+    """Bug: a worker dies of a signal to the process group, and loses the batch that it reads.
 
-    One run of workers for several questions, as each takes seconds to start.
+    Checks several properties in one run, as a worker takes seconds to start.
     """
 
     def read() -> None:
@@ -177,7 +177,7 @@ def test_workers_are_spawned_serial_deaf_to_interrupts_and_leave_nothing_behind(
             assert os.getpgid(pid) == pid
             os.kill(pid, signal.SIGINT)
             assert loader.next().student.ids[0, :2].tolist() == [2, pid]
-            # Its own state, with what was read ahead thrown away.
+            # Loading the loader's state discards batches that were read ahead.
             loader.load_state_dict(loader.state_dict())
             assert not children()
             number, another_pid = loader.next().student.ids[0, :2].tolist()
@@ -194,7 +194,7 @@ def test_workers_are_spawned_serial_deaf_to_interrupts_and_leave_nothing_behind(
 
 @pytest.mark.world
 def test_a_worker_that_is_killed_is_one_line() -> None:
-    """Bug: a traceback from whatever the driver was doing at the moment."""
+    """Bug: a traceback from an arbitrary place of the driver."""
 
     def lose() -> None:
         with lost_workers(), opened(report_or_refuse, 1) as loader:
@@ -211,7 +211,7 @@ def test_a_worker_that_is_killed_is_one_line() -> None:
 
 @pytest.mark.world
 def test_a_worker_that_still_starts_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a traceback of it, behind the last line of a run that was ended at its start."""
+    """Bug: the worker's traceback behind the last line of a run that ended early."""
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.0)
     with opened(report_or_refuse, 1) as loader:
         loader.start()
@@ -219,15 +219,15 @@ def test_a_worker_that_still_starts_is_ended_too(monkeypatch: pytest.MonkeyPatch
 
 
 class Slowly:
-    """A sample maker whose class remembers what its copies were given."""
+    """A slow sample maker whose class records the texts of all its copies."""
 
     seconds: ClassVar[float]
-    made: ClassVar[list[str]] = []
+    texts: ClassVar[list[str]] = []
     makers: ClassVar[set[int]] = set()
 
     def __call__(self, text: str) -> Sample:
         time.sleep(self.seconds)
-        self.made.append(text)
+        self.texts.append(text)
         self.makers.add(id(self))
         return number_sample(text)
 
@@ -235,17 +235,17 @@ class Slowly:
 @pytest.fixture
 def slowly() -> Slowly:
     Slowly.seconds = 0.02
-    Slowly.made.clear()
+    Slowly.texts.clear()
     Slowly.makers.clear()
     return Slowly()
 
 
 def test_without_workers_too_the_next_batch_is_made_while_the_last_one_is_used(slowly: Slowly) -> None:
-    """Bug: tokenizing and aligning between two steps."""
+    """Bug: the run tokenizes and aligns between two steps."""
     with opened(slowly, 0, 60, BATCH_SIZE, 5, True) as loader:
         loader.start()
         for step in range(1, 7):
-            wait_until(lambda made=step * BATCH_SIZE: len(slowly.made) == made, "next batch", every_s=0.002)
+            wait_until(lambda number=step * BATCH_SIZE: len(slowly.texts) == number, "next batch", every_s=0.002)
             loader.next()
     assert id(slowly) not in slowly.makers, "a tokenizer of its own: the caller uses this one meanwhile"
 
@@ -254,12 +254,12 @@ def test_closing_waits_for_one_sample_and_not_for_a_batch(slowly: Slowly) -> Non
     batch_size = 1000
     loader = opened(slowly, 0, batch_size, batch_size, 5, True)
     loader.start()
-    wait_until(lambda: bool(slowly.made), "first sample", every_s=0.002)
+    wait_until(lambda: bool(slowly.texts), "first sample", every_s=0.002)
     loader.close()
-    made = len(slowly.made)
-    assert made < batch_size
+    num_made = len(slowly.texts)
+    assert num_made < batch_size
     assert "data" not in {thread.name.split("_")[0] for thread in threading.enumerate()}
-    assert len(slowly.made) == made
+    assert len(slowly.texts) == num_made
     Slowly.seconds = 0.0
     with loader:
         assert len(loader.next()) == batch_size, "reading on begins where it was"

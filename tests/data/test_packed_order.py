@@ -1,4 +1,4 @@
-"""Batches of packed rows: a function of the data, the settings and the place, with every window once an epoch."""
+"""Batches of packed rows depend on data, settings and step alone, and each epoch has every window once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -29,15 +29,15 @@ def tokens(number: int, length: int) -> Tokens:
 
 
 def windows_of(text: str) -> tuple[Sample, ...]:
-    """Document i has i % 3 + 1 windows, of lengths that depend on i; all ids are i · 10 + the number of the window."""
+    """Document i has i % 3 + 1 windows whose lengths depend on i; all ids of window k are i · 10 + k."""
     number = int(text)
-    made = []
+    windows = []
     for k in range(number % 3 + 1):
         length = (7 * number + 5 * k) % 16 + 1
         student, teacher = tokens(10 * number + k, length), tokens(10 * number + k, min(20, length + number % 4))
         unaligned = Chunks(np.full(length, -1, np.int32), np.full(len(teacher), -1, np.int32), 0, 0)
-        made.append(Sample(student, (TeacherSample(teacher, unaligned),)))
-    return tuple(made)
+        windows.append(Sample(student, (TeacherSample(teacher, unaligned),)))
+    return tuple(windows)
 
 
 def without_teachers(text: str) -> tuple[Sample, ...]:
@@ -53,7 +53,7 @@ def loader_of(num_workers: int = 0, seed: int = 5, shuffle: bool = True) -> Trai
 
 
 def rows(batch: Batch) -> list[tuple[int, ...]]:
-    """The windows of each row, by their ids."""
+    """Return the window ids of each row."""
     assert batch.row is not None
     first = batch.student.ids[:, 0].tolist()
     return [tuple(first[i] for i in np.flatnonzero(batch.row == r)) for r in range(int(batch.row[-1]) + 1)]
@@ -91,7 +91,7 @@ def test_every_epoch_has_every_window_once_in_rows_that_fit(three: list[list[Bat
 
 
 def blocks_of(order: list[int], is_full: Callable[[list[Sample]], bool]) -> list[set[int]]:
-    """The documents of each block, numbered from 1: consecutive ones, up to that with which it is full."""
+    """Return the documents of each block, numbered from 1; a block ends with the document that fills it."""
     blocks: list[set[int]] = [set()]
     windows: list[Sample] = []
     for number in order:
@@ -106,17 +106,17 @@ def blocks_of(order: list[int], is_full: Callable[[list[Sample]], bool]) -> list
 def check_rows_are_of_one_block(
     batches: list[Batch], order: PackedOrder, is_full: Callable[[list[Sample]], bool]
 ) -> None:
-    """Each block's rows come together, and one block after the other, so that no other has to be read to go on."""
+    """Check that rows come block by block, so that a resumed run reads one block only."""
     blocks = blocks_of(order.of_epoch(0).tolist(), is_full)
-    found = []
+    row_blocks = []
     for batch in batches:
         for row in rows(batch):
-            own = {window // 10 for window in row}
-            (block,) = (i for i, documents in enumerate(blocks) if own & documents)
-            assert own <= blocks[block]
-            found.append(block)
-    assert found == sorted(found)
-    assert set(found) == set(range(len(blocks)))
+            row_documents = {window // 10 for window in row}
+            (block,) = (i for i, documents in enumerate(blocks) if row_documents & documents)
+            assert row_documents <= blocks[block]
+            row_blocks.append(block)
+    assert row_blocks == sorted(row_blocks)
+    assert set(row_blocks) == set(range(len(blocks)))
     assert len(blocks) > 2
 
 
@@ -148,7 +148,7 @@ def test_the_number_of_batches_is_known_from_lengths(three: list[list[Batch]]) -
 
 
 def test_resume_at_every_step(three: list[list[Batch]]) -> None:
-    """Includes step 0, the middle and the end of a block, and both sides of the end of an epoch."""
+    """Catches a wrong resume at step 0, within and at the end of a block, and around the end of an epoch."""
     expected = [rows(batch) for batches in three[:2] for batch in batches]
     with loader_of() as first:
         for step in range(len(expected)):
@@ -169,13 +169,13 @@ def test_processes_make_the_same_rows(three: list[list[Batch]]) -> None:
     with closing(loader_of(num_workers=2)) as loader:
         loader.load_state_dict(state)
         assert [rows(loader.next()) for _ in expected[5:]] == expected[5:]
-    made = list(made_of_all(FakeDocuments(NUM_DOCUMENTS), windows_of, 1))
-    assert [int(windows[0].student.ids[0]) // 10 for windows in made] == list(range(1, NUM_DOCUMENTS + 1))
+    all_windows = list(made_of_all(FakeDocuments(NUM_DOCUMENTS), windows_of, 1))
+    assert [int(windows[0].student.ids[0]) // 10 for windows in all_windows] == list(range(1, NUM_DOCUMENTS + 1))
 
 
 def test_another_seed_and_no_shuffling(three: list[list[Batch]]) -> None:
-    with loader_of(seed=6) as other, loader_of(shuffle=False) as plain:
-        assert rows(other.next()) != rows(three[0][0])
+    with loader_of(seed=6) as reseeded, loader_of(shuffle=False) as plain:
+        assert rows(reseeded.next()) != rows(three[0][0])
         first, second = islice(epochs(plain), 2)
     assert [rows(batch) for batch in first] == [rows(batch) for batch in second]
     begins = [min(row) // 10 for batch in first for row in rows(batch)]
@@ -208,25 +208,25 @@ def test_a_state_with_packing_is_refused_without() -> None:
 
 
 def test_the_next_block_is_read_while_rows_are_drawn() -> None:
-    """Bug: a pause at each block, in which it is read whole."""
+    """Bug: a pause at each block, while all of it is read."""
     read: list[int] = []
     order = order_of(batch_size=1)
 
-    def made() -> Iterator[list[tuple[Sample, ...]]]:
+    def read_windows() -> Iterator[list[tuple[Sample, ...]]]:
         for indices in order.reads(order.start):
             for index in indices:
                 read.append(index)
                 yield [windows_of(str(index + 1))]
 
     numbers = []
-    for _ in islice(order.draws(order.start, made()), 30):
+    for _ in islice(order.draws(order.start, read_windows()), 30):
         numbers.append(len(read))
     assert max(np.diff(numbers)) < 0.5 * numbers[0]
     assert numbers[-1] > 2 * numbers[0]
 
 
 def test_teachers_do_not_change_the_order(three: list[list[Batch]]) -> None:
-    """Bug: rows within every model's limit, so that a run without the teacher read other texts in another order."""
+    """Bug: rows within every model's limit gave a run without the teacher different texts in a different order."""
     with TrainLoader(FakeDocuments(NUM_DOCUMENTS), without_teachers, order_of(), 0) as loader:
         for batches in three[:2]:
             assert [rows(loader.next()) for _ in batches] == [rows(batch) for batch in batches]

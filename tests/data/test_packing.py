@@ -1,4 +1,4 @@
-"""Windows cut and put into rows by the student's lengths: nothing is lost, nothing is too long, little room is left."""
+"""Windows packed into rows by the student's lengths: complete, within the limit, and with little room left."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ SEGMENTS = st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(20
 
 
 def best_fit_decreasing(lengths: list[int], limit: int) -> list[list[int]]:
-    """Written for reading."""
+    """Pack rows with the plain algorithm, as an oracle."""
     rows: list[list[int]] = []
 
     def room(row: list[int]) -> int:
@@ -31,7 +31,7 @@ def best_fit_decreasing(lengths: list[int], limit: int) -> list[list[int]]:
 @settings(max_examples=100)
 @given(*SEGMENTS)
 def test_rows_are_those_of_best_fit_decreasing(lengths: list[int], limit: int) -> None:
-    """Which of two rows with equal room is taken does not matter to their number or to the room left."""
+    """Compare row lengths: the choice between rows with equal room does not affect these."""
     rows = packed_rows(np.array(lengths), limit)
 
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
@@ -54,7 +54,7 @@ def test_rows_of_web_pages_have_hardly_room_left() -> None:
 @settings(max_examples=200)
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(2, 12), st.data())
 def test_windows_are_as_long_as_they_can_be(begins: list[bool], limit: int, data: st.DataObject) -> None:
-    """Bugs: a window longer than the limit, an edge inside a character although one before it is not, a lost token."""
+    """Bugs: a window above the limit; an edge inside a character although an earlier token begins one; a lost token."""
     opening = data.draw(st.integers(0, limit - 1))
     edges = window_edges(np.array(begins), limit, opening)
 

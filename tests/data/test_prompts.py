@@ -1,4 +1,4 @@
-"""Rows as prompts: from files, through the layout, with what is cut off and what is refused."""
+"""Rows of files as prompts: layouts, cut conversations and refused rows."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_texts_with_answers_and_responses(tmp_path: Path) -> None:
 
 
 def test_answers_may_be_the_responses(tmp_path: Path) -> None:
-    """Bug: a file of questions and answers cannot be validated on, since the reward reads its answers, too."""
+    """Bug: validation refuses a file of questions and answers because the reward reads the answers, too."""
     rows = {"question": ["a", "b"], "answer": ["x", None]}
     for data, keys in (
         (TEXTS, {"answer_key": "answer", "response_key": "answer"}),
@@ -63,7 +63,7 @@ def test_answers_that_are_numbers(tmp_path: Path, answers: list[Any], texts: lis
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_conversations_end_before_the_assistants_last_turn(tmp_path: Path, as_json: bool) -> None:
-    """Tools and messages as columns of lists or as JSON; earlier assistant turns stay."""
+    """Catches a final answer that stays in the prompt, and earlier assistant turns that are cut off."""
     chats = [[USER], [USER, ANSWER], [USER, ANSWER, {"role": "user", "content": "Sure?"}, ANSWER, ANSWER]]
     tool = {"type": "function", "function": {"name": "clock"}}
     rows: dict[str, list[Any]] = {"chat": chats, "tools": [[tool], [tool], None], "answer": ["42"] * 3}

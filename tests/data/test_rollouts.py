@@ -1,4 +1,4 @@
-"""Rollouts as samples: the ids that were sampled stay, and what each teacher learns from is the same text."""
+"""Rollouts as samples: sampled ids stay, and each teacher reads the same text."""
 
 from typing import Any
 
@@ -44,12 +44,12 @@ def text_maker(teacher: Any = TEACHER, max_length: int = 999) -> RolloutSampleMa
 
 
 def learned(tokenizer: Any, tokens: Tokens) -> str:
-    """With special tokens by name."""
+    """Decode the tokens with a loss, including special tokens."""
     return tokenizer.decode(tokens.ids[tokens.loss_mask])
 
 
 def shuffled_tokens(text: str, seed: int) -> list[int]:
-    """Ids that spell the text, canonical or not: cut anywhere, also within a character."""
+    """Return random ids that spell the text; cuts may lie within a character."""
     data, random = text.encode(), np.random.default_rng(seed)
     by_bytes = {piece: i for i, piece in enumerate(PIECES.as_list()) if piece}
     ids, start = [], 0
@@ -64,9 +64,9 @@ def shuffled_tokens(text: str, seed: int) -> list[int]:
 @given(TEXT_CHARACTERS, st.integers(0, 2**32), st.sampled_from(["stop", "length"]))
 @settings(max_examples=60)
 def test_every_sampled_token_lies_in_a_chunk(text: str, seed: int, finish_reason: str) -> None:
-    """Of two byte-level tokenizers, where the bytes are text: nothing that the student said is lost, its end included.
+    """Catches sampled tokens without a chunk, the end included, for two byte-level tokenizers and valid UTF-8.
 
-    The prompt ends with a digit, which the teacher's tokenizer keeps apart.
+    The prompt ends with a digit, which the teacher's tokenizer does not merge with the response.
     """
     ids = shuffled_tokens(text, seed) + [STUDENT.eos_token_id] * (finish_reason == "stop")
     if not ids:
@@ -92,7 +92,7 @@ def test_a_teachers_token_across_the_prompts_end_is_not_learned() -> None:
 @given(st.lists(st.integers(0, PIECES.vocab_size - 1), min_size=1, max_size=25))
 @settings(max_examples=60)
 def test_whatever_was_sampled_is_a_sample(ids: list[int]) -> None:
-    """Invalid UTF-8 and special tokens anywhere; chunks hold the same bytes on both sides."""
+    """Catches invalid UTF-8 and special tokens that break samples, and chunks with different bytes on the two sides."""
     for teacher in (TEACHER, sentencepiece()):
         sample = text_maker(teacher)(collected(ids, "length"))
         tokens, chunks = sample.teachers[0].tokens, sample.teachers[0].chunks
@@ -111,13 +111,13 @@ def test_the_same_tokenizer_reads_the_same() -> None:
 
 def test_a_teacher_reads_no_more_than_it_may() -> None:
     rollout = collected(encoded(STUDENT, " brown fox jumps over 123 dogs"), "length")
-    whole, cut = text_maker()(rollout).teachers[0], text_maker(max_length=9)(rollout).teachers[0]
-    assert cut.tokens.ids.tolist() == whole.tokens.ids[:9].tolist()
+    uncut, cut = text_maker()(rollout).teachers[0], text_maker(max_length=9)(rollout).teachers[0]
+    assert cut.tokens.ids.tolist() == uncut.tokens.ids[:9].tolist()
     assert cut.chunks is not None
-    assert whole.chunks is not None
-    assert cut.chunks.teacher.max() <= whole.chunks.teacher.max()
-    gone = set(whole.chunks.teacher[9:].tolist())
-    expected = np.where(np.isin(whole.chunks.student, list(gone)), -1, whole.chunks.student)
+    assert uncut.chunks is not None
+    assert cut.chunks.teacher.max() <= uncut.chunks.teacher.max()
+    gone = set(uncut.chunks.teacher[9:].tolist())
+    expected = np.where(np.isin(uncut.chunks.student, list(gone)), -1, uncut.chunks.student)
     assert cut.chunks.student.tolist() == expected.tolist()
 
 
@@ -147,8 +147,8 @@ def conversation(tokenizer: Any, *turns: str, finish_reason: Any = "stop") -> Ro
         max_length=999,
         environment=build_environment(CalculatorEnvironment(max_turns=3)),
     )
-    asked = [*EARLIER, {"role": "user", "content": "6 * 7?"}]
-    return collector.collect([Prompt(6, asked, answer="42")], 1, 0)[0]
+    messages = [*EARLIER, {"role": "user", "content": "6 * 7?"}]
+    return collector.collect([Prompt(6, messages, answer="42")], 1, 0)[0]
 
 
 def chat_maker(student: Any, teacher: Any) -> RolloutSampleMaker:
@@ -163,7 +163,7 @@ def aligned(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_teachers_template_around_the_students_turns() -> None:
-    """Only turns that were sampled are learned, with their ends; the assistant's earlier message is not."""
+    """Catches a loss on the prompt's assistant message, and turns without their end tokens."""
     student, teacher = talking("tagged"), with_template(TEACHER, ROLES)
     rollout = conversation(student, f"I ask. {CALL}", "It is 42.")
     assert (len(rollout.turns), rollout.env_reward) == (2, 1.0)
@@ -174,8 +174,8 @@ def test_a_teachers_template_around_the_students_turns() -> None:
     ours, theirs = aligned(sample)
     assert (ours == sample.student.loss_mask).all()
     assert (theirs == tokens.loss_mask).all()
-    whole = teacher.apply_chat_template(list(rollout.messages), tokenize=False)
-    assert teacher.decode(tokens.ids) == whole.rstrip("\n")
+    rendered = teacher.apply_chat_template(list(rollout.messages), tokenize=False)
+    assert teacher.decode(tokens.ids) == rendered.rstrip("\n")
 
 
 def test_a_turn_that_was_cut_has_no_end() -> None:
@@ -188,7 +188,7 @@ def test_a_turn_that_was_cut_has_no_end() -> None:
 
 @pytest.mark.tokenizers
 def test_a_teacher_whose_template_takes_thinking_apart() -> None:
-    """Qwen's writes it anew, around what is trimmed; the sampled ids stay as they are."""
+    """Catches sampled ids that change because Qwen's template trims thinking and writes its tags again."""
     student, teacher = real_tokenizer("llama3_1"), real_tokenizer("qwen3")
     engine = speaking(student, student.eos_token_id, "<think>\nhm\n</think>\n\nIt is 42.")
     collector = Collector(engine, ConversationRenderer(student), sampling=Sampling(), max_new_tokens=99, max_length=999)
@@ -202,12 +202,12 @@ def test_a_teacher_whose_template_takes_thinking_apart() -> None:
 
 
 def test_a_prompt_that_the_teachers_template_changes_is_not_compared_behind() -> None:
-    """Catches that rollouts have no tokens of their prompts' contents to compare: those are found between the turns."""
+    """Catches a changed prompt that goes unnoticed: rollouts have no content spans of their prompts to compare."""
     student = talking("tagged")
-    said = f"I ask. {CALL}", "It is 42."
-    plain = chat_maker(student, with_template(TEACHER, ROLES))(conversation(student, *said)).teachers[0].chunks
+    turns = f"I ask. {CALL}", "It is 42."
+    plain = chat_maker(student, with_template(TEACHER, ROLES))(conversation(student, *turns)).teachers[0].chunks
     dropping = ROLES.replace("{{ m.content }}", "{{ m.content if loop.index != 2 else 'Hello' }}")
-    changed = chat_maker(student, with_template(TEACHER, dropping))(conversation(student, *said)).teachers[0].chunks
+    changed = chat_maker(student, with_template(TEACHER, dropping))(conversation(student, *turns)).teachers[0].chunks
     assert plain is not None
     assert changed is not None
     assert plain.histories[0] == changed.histories[0] == changed.histories[1] > 0
@@ -233,7 +233,7 @@ def test_a_template_that_refuses_names_the_prompt() -> None:
 
 
 def test_a_dataset_text_is_made_the_same_way() -> None:
-    """Prompt and response in canonical tokens; cut, it has no end."""
+    """Catches non-canonical tokens of prompt and response, and an EOS behind a cut one."""
     prompt = Prompt(6, "The quick", response=" brown fox 123")
     renderer = TextRenderer(STUDENT)
     rollout = dataset_rollout(prompt, renderer, 999)

@@ -1,4 +1,4 @@
-"""Every kind of source, and every way in which one can be unusable. The oracle is what the test wrote to the file."""
+"""Every kind of source, and every way to be unusable. The oracle is the content that the test wrote."""
 
 import json
 import logging
@@ -34,10 +34,10 @@ def _cache_of_datasets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A user's folder, in which nothing but what the test itself wrote may be at the end."""
+    """Return a user's folder, and check at the end that only the test wrote to it."""
     yield tmp_path
-    left = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
-    assert left <= {".arrow", ".parquet", ".jsonl", ".txt", ".gz"}, "something was written beside the user's files"
+    suffixes = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    assert suffixes <= {".arrow", ".parquet", ".jsonl", ".txt", ".gz"}, "something was written beside the user's files"
     assert not list(tmp_path.rglob("cache-*"))
 
 
@@ -84,7 +84,7 @@ def refusal(source: Source, text_key: str = "text") -> str:
 
 @pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
 def test_path_list_and_glob(folder: Path, kind: str, write: Write, suffix: str) -> None:
-    """Files come in the order of the list, matches of a glob sorted and at any depth, rows in their order."""
+    """Catches a changed order: files as listed, matches of a glob sorted and at any depth, rows as in their file."""
     (folder / "b" / "deep").mkdir(parents=True)
     names = [folder / f"z{suffix}", folder / "b" / f"y{suffix}", folder / "b" / "deep" / f"x{suffix}"]
     for i, name in enumerate(names):
@@ -108,7 +108,7 @@ def test_only_the_text_column_is_kept_under_one_name(folder: Path, kind: str, wr
 def test_a_pickled_copy_maps_the_file_instead_of_carrying_it(
     folder: Path, kind: str, write: Write, suffix: str
 ) -> None:
-    """Workers get the dataset by pickle: 1 MB of text must not travel with it, also after max_samples."""
+    """Bug: workers get the dataset by pickle, and all of its text with it, also after max_samples."""
     write(folder / f"a{suffix}", table([f"{i:01000d}" for i in range(1_000)]))
     source = ValidationSource(**{kind: str(folder / f"a{suffix}")}, max_samples=900)
     pickled = pickle.dumps(load_documents(source, text_layout("text"), key="data.validation"))
@@ -117,21 +117,21 @@ def test_a_pickled_copy_maps_the_file_instead_of_carrying_it(
 
 
 def test_a_stream_may_have_other_columns_of_any_type(folder: Path) -> None:
-    """Bug: a map or a UUID beside the text refused the file, which `datasets` knows no type for."""
+    """Bug: a map or a UUID beside the text made the file unusable, as `datasets` lacks these types."""
     texts = ["one", "two"]
-    others = {
+    columns = {
         "map": pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64())),
         "uuid": pa.ExtensionArray.from_storage(pa.uuid(), pa.array([bytes(16)] * 2, pa.binary(16))),
         "nested": pa.array([{"m": [("a", 1)]}] * 2, pa.struct([("m", pa.map_(pa.string(), pa.int64()))])),
     }
-    for name, column in others.items():
+    for name, column in columns.items():
         write_stream(folder / f"{name}.arrow", pa.table({"text": texts, name: column, "id": [1, 2]}))
         assert load(Source(arrow_files=(str(folder / f"{name}.arrow"),))) == texts
-    write_stream(folder / "all.arrow", pa.table({"text": texts, **others}))
+    write_stream(folder / "all.arrow", pa.table({"text": texts, **columns}))
     paths = tuple(str(folder / f"{name}.arrow") for name in ("map", "uuid", "all"))
     documents = load_documents(Source(arrow_files=paths), text_layout("text"), key="data.train")
     assert pickle.loads(pickle.dumps(documents))["text"][:] == texts * 3
-    write_file(folder / "file.arrow", pa.table({"text": texts, "map": others["map"]}))
+    write_file(folder / "file.arrow", pa.table({"text": texts, "map": columns["map"]}))
     assert "columns 'map'" in refusal(Source(arrow_files=(str(folder / "file.arrow"),)))
 
 
@@ -190,12 +190,12 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_that_is_recorded(
     "name", ["SECRET", "../secret.txt", "file://SECRET", "http://127.0.0.1:1/x", "/usr/**", "zip://a::b"]
 )
 def test_a_card_names_no_files_outside_of_its_data_set(name: str, tmp_path: Path) -> None:
-    """Bug: a stranger's data set makes any file of the user its training text."""
+    """Bug: a stranger's dataset turns any file of the user into training text."""
     secret, folder = tmp_path / "secret.txt", tmp_path / "texts"
     secret.write_text("secret")
     folder.mkdir()
-    named = name.replace("SECRET", str(secret))
-    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {named}\n---\n")
+    pattern = name.replace("SECRET", str(secret))
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {pattern}\n---\n")
     assert ", outside of it; leave that out" in refusal(Source(hub=HubDataset(path=str(folder))))
 
 
@@ -243,11 +243,11 @@ def test_missing_file_folder_and_empty_glob(folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "write", "suffix"), KINDS[:3])
 def test_truncated_and_foreign_files(folder: Path, kind: str, write: Write, suffix: str) -> None:
-    """A file cut anywhere is refused, by name, also beside good ones."""
+    """Bug: a cut or foreign file is read in part, or is not named."""
     write(folder / f"good{suffix}", table(["x"] * 50))
-    whole = (folder / f"good{suffix}").read_bytes()
+    good = (folder / f"good{suffix}").read_bytes()
     bad = folder / f"bad{suffix}"
-    for content in (b"", b"no such format" * 20, whole[: len(whole) // 2 + 3], whole[: len(whole) // 4 + 1]):
+    for content in (b"", b"no such format" * 20, good[: len(good) // 2 + 3], good[: len(good) // 4 + 1]):
         bad.write_bytes(content)
         message = refusal(Source(**{kind: [str(folder / f"good{suffix}"), str(bad)]}))
         assert f"data.train.{kind}={str(bad)!r} cannot be read: " in message
@@ -255,7 +255,7 @@ def test_truncated_and_foreign_files(folder: Path, kind: str, write: Write, suff
 
 
 def test_parquet_with_a_damaged_page(folder: Path) -> None:
-    """The footer is whole, so only reading the rows finds it."""
+    """Bug: only the footer is checked, which is intact here."""
     write_parquet(folder / "a.parquet", table(["x"] * 50))
     content = bytearray((folder / "a.parquet").read_bytes())
     content[4:60] = bytes(56)
@@ -264,7 +264,7 @@ def test_parquet_with_a_damaged_page(folder: Path) -> None:
 
 
 def test_stream_cut_between_batches_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Such a file is a valid stream with fewer rows; the missing end mark is the only trace."""
+    """Bug: such a file is a valid stream with fewer rows, and only its end mark is missing."""
     write_stream(folder / "a.arrow", table(TEXTS))
     with caplog.at_level(logging.WARNING):
         assert load(Source(arrow_files=str(folder / "a.arrow"))) == TEXTS
@@ -307,7 +307,7 @@ def test_nothing_to_train_on(folder: Path, kind: str, write: Write, suffix: str)
 
 @pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
 def test_a_file_without_rows_among_others(folder: Path, kind: str, write: Write, suffix: str) -> None:
-    """Usual for a shard of a filtered corpus."""
+    """Bug: an empty shard, common in filtered corpora, ends the run."""
     write(folder / f"a{suffix}", table([]))
     write(folder / f"b{suffix}", table(["b"]))
     assert load(Source(**{kind: str(folder / f"*{suffix}")})) == ["b"]
@@ -335,7 +335,7 @@ TOOLS = [None, [{"type": "function", "function": {"name": "add", "parameters": {
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
 def test_conversations(folder: Path, kind: str, write: Write, suffix: str, as_json: bool) -> None:
-    """What comes back is what was written, without the nulls that Arrow's columns of objects bring along."""
+    """Catches messages with nulls that Arrow's columns of objects add."""
     if as_json:
         columns = {"chat": [json.dumps(chat) for chat in CHATS], "fns": [json.dumps(tools) for tools in TOOLS]}
     else:
@@ -381,7 +381,7 @@ def test_columns_that_hold_no_conversations(
 
 
 def test_a_format_needs_a_reader_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a new format that the checks before the loader refuse with a KeyError."""
+    """Bug: the checks before the loader refuse a new format with a KeyError."""
 
     def read(paths: list[Path], layout: Layout, key: str) -> Read:
         origin = of_rows(paths, [1])

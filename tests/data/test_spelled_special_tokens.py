@@ -11,7 +11,7 @@ from tests.tokenizers_fixture import byte_level, rebuilt, sentencepiece
 
 
 def with_ends(single: str, make: Any = byte_level) -> Any:
-    """A tokenizer that puts its own special tokens around each text; its end is </s>."""
+    """Return a tokenizer that puts its BOS and EOS around a text as in `single`."""
     tokenizer = sentencepiece() if make is sentencepiece else byte_level(extra=("<bos>",))
     names = (tokenizer.bos_token or "<bos>", tokenizer.eos_token)
     ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
@@ -58,7 +58,7 @@ def test_an_inner_special_token_stays() -> None:
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 def test_special_tokens_as_text(make: Any) -> None:
-    """Catches marks of a document that are read as BOS and EOS, and templates whose marks are split afterwards."""
+    """Catches `<s>` in a document read as BOS, and marks of a template that are split afterwards."""
     tokenizer = with_ends("BOS $A", make)
     text = f"{tokenizer.bos_token}30{tokenizer.eos_token} now{tokenizer.eos_token}"
     encoder = Encoder.of(tokenizer, 64, append_eos=True, reads_special=False)

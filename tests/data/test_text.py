@@ -1,4 +1,4 @@
-"""Samples against an oracle that works on strings of bytes instead of cumulative lengths."""
+"""Samples against an oracle on byte strings instead of cumulative lengths."""
 
 import pickle
 import unicodedata
@@ -34,7 +34,7 @@ def piece(tokenizer: Any, token_id: int) -> bytes:
     return b"" if token_id in (BOS, EOS) else byte_level_bytes(tokenizer.convert_ids_to_tokens(token_id))
 
 
-def whole(tokenizer: Any, text: str, append_eos: bool) -> list[int]:
+def whole_ids(tokenizer: Any, text: str, append_eos: bool) -> list[int]:
     ids = tokenizer.backend_tokenizer.encode(text).ids
     return [*ids, EOS] if append_eos else ids
 
@@ -53,37 +53,33 @@ texts = st.text(st.sampled_from("the cat sat on mat,東京ïß1 34\n"), max_size
 def test_truncation(
     coarse: Any, fine: Any, text: str, student_length: int, teacher_length: int, append_eos: bool, swap: bool
 ) -> None:
-    """Each side is a prefix of its own tokenization; a cut student ends the teacher where both cut the text last.
+    """Catches an EOS behind a cut document, teacher tokens beyond a cut student, and teachers cut without need.
 
-    Catches an eos behind a cut document, teacher tokens the student never saw, and teachers cut where nothing was.
+    A cut student ends its teacher at the last token end that both have.
     """
     student, teacher = (fine, coarse) if swap else (coarse, fine)
     sample = maker(student, teacher, student_length, teacher_length, append_eos)(text)
-    student_ids = whole(student, text, append_eos)
-    kept = student_ids[:student_length]
-    assert_tokens(sample.student, kept, student)
+    student_ids = whole_ids(student, text, append_eos)
+    cut_ids = student_ids[:student_length]
+    assert_tokens(sample.student, cut_ids, student)
 
-    expected = whole(teacher, text, append_eos)
-    seen = b"".join(piece(student, i) for i in kept)
-    if len(kept) < len(student_ids):
-        cuts = {len(b"".join(piece(student, i) for i in kept[: n + 1])) for n in range(len(kept))}
+    expected = whole_ids(teacher, text, append_eos)
+    seen = b"".join(piece(student, i) for i in cut_ids)
+    if len(cut_ids) < len(student_ids):
+        cuts = {len(b"".join(piece(student, i) for i in cut_ids[: n + 1])) for n in range(len(cut_ids))}
         ends = np.cumsum([len(piece(teacher, i)) for i in expected]).tolist()
         is_text = [i not in (BOS, EOS) for i in expected]
-        # A start of sequence is a pair by itself.
-        paired = [n + 1 for n, end in enumerate(ends) if (end in cuts if is_text[n] else BOS == expected[n] == kept[0])]
+        # A BOS on both sides is a common end, too.
+        paired = [
+            n + 1 for n, end in enumerate(ends) if (end in cuts if is_text[n] else BOS == expected[n] == cut_ids[0])
+        ]
         expected = expected[: max(paired, default=0)]
     assert_tokens(sample.teachers[0].tokens, expected[:teacher_length], teacher)
     assert text.encode().startswith(seen)
 
 
-def test_same_tokenizer_teachers_get_the_students_tokens(coarse: Any, fine: Any) -> None:
-    sample = maker(coarse, fine, 7, 99)(TEXT)
-    assert sample.teachers[1].tokens is sample.student
-    assert sample.teachers[1].chunks is None
-
-
 def test_eos_is_appended_once(make_tokenizer: Any) -> None:
-    """A tokenizer whose own template ends with eos must not get a second one."""
+    """Bug: a text that ends with EOS gets a second one."""
     tokenizer = make_tokenizer(8)
     tokenizer.backend_tokenizer.post_processor = None
     encoder = Encoder.of(tokenizer, 99, append_eos=True)
@@ -95,7 +91,7 @@ def test_eos_is_appended_once(make_tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("template", ["$A", "$A </s>", "<s> $A </s>"])
 def test_eos_is_located_after_the_text(make_tokenizer: Any, template: str) -> None:
-    """Bug: one that the tokenizer appends itself was where its last token is, and a teacher lost the end of that."""
+    """Bug: an EOS from the tokenizer was located at the last token, and a teacher lost that token's end."""
     tokenizer = make_tokenizer(8)
     marks = [("<s>", BOS), ("</s>", EOS)]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=marks)
@@ -115,7 +111,7 @@ def test_empty_text_without_special_tokens(fine: Any, coarse: Any) -> None:
 
 
 def test_truncation_and_padding_of_the_tokenizer_do_not_leak(make_tokenizer: Any) -> None:
-    """A tokenizer.json may ask for both, and a call elsewhere leaves them switched on."""
+    """Bug: a tokenizer.json, or an earlier call elsewhere, has switched both on."""
     expected = Encoder.of(make_tokenizer(8), 999, append_eos=True)(TEXT).ids.tolist()
     tokenizer = make_tokenizer(8, pad_token="</s>")
     encoder = Encoder.of(tokenizer, 999, append_eos=True)
@@ -127,14 +123,14 @@ def test_truncation_and_padding_of_the_tokenizer_do_not_leak(make_tokenizer: Any
 
 
 def test_no_warning_about_model_max_length(make_tokenizer: Any) -> None:
-    """Each text is cut by us, so transformers' warning about long sequences would be false."""
+    """Bug: transformers warns about long sequences, although each text is cut."""
     tokenizer = make_tokenizer(8, model_max_length=4)
     assert len(Encoder.of(tokenizer, 999, append_eos=True)(TEXT).ids) > 4
     assert not tokenizer.deprecation_warnings
 
 
 class Inexact:
-    """Chunks of two tokens each; chunk 1 is inexact, tokens 2 and 3 of the student have no partner."""
+    """An aligner of two-token chunks; chunk 1 is inexact, and the student's tokens 2 and 3 have no chunk."""
 
     fingerprint = "inexact"
 
@@ -154,7 +150,7 @@ def some_tokens(loss_mask: list[int]) -> Tokens:
 
 
 @pytest.mark.parametrize(
-    ("student_mask", "teacher_mask", "kept"),
+    ("student_mask", "teacher_mask", "usable"),
     [
         ([1] * 8, [1] * 6, [0, 2]),
         ([0, *[1] * 7], [1] * 6, [2]),
@@ -164,15 +160,15 @@ def some_tokens(loss_mask: list[int]) -> Tokens:
         ([1] * 8, [], []),
     ],
 )
-def test_chunks_that_no_loss_may_use(student_mask: list[int], teacher_mask: list[int], kept: list[int]) -> None:
-    """Inexact, not to be learned on one side, or cut on one side: dropped on both."""
+def test_chunks_that_no_loss_may_use(student_mask: list[int], teacher_mask: list[int], usable: list[int]) -> None:
+    """Catches chunks that stay although they are inexact, or masked or cut for one model."""
     aligner: Any = Inexact()
     student, teacher = some_tokens(student_mask), some_tokens(teacher_mask)
     chunks = usable_chunks(aligner.align(student.ids, teacher.ids), student, teacher, "text")
-    whole = [0, 0, -1, -1, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2]
-    sides = zip((chunks.student, chunks.teacher), whole, (student_mask, teacher_mask), strict=True)
+    uncut = [0, 0, -1, -1, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2]
+    sides = zip((chunks.student, chunks.teacher), uncut, (student_mask, teacher_mask), strict=True)
     for chunk_ids, everything, mask in sides:
-        assert chunk_ids.tolist() == [c if c in kept else -1 for c in everything[: len(mask)]]
+        assert chunk_ids.tolist() == [c if c in usable else -1 for c in everything[: len(mask)]]
 
 
 @pytest.mark.parametrize("length", [5, 99])
@@ -191,12 +187,12 @@ def test_chunks_of_both_sides_spell_the_same_bytes(coarse: Any, fine: Any, lengt
     student_chunks = spelled(sample.student, teacher.chunks.student, coarse)
     assert student_chunks == spelled(teacher.tokens, teacher.chunks.teacher, fine)
     seen = b"".join(piece(coarse, int(i)) for i in sample.student.ids)
-    # The teacher's first token is predicted by nothing.
+    # The teacher's first token has no predictor and no chunk.
     assert piece(fine, int(teacher.tokens.ids[0])) + b"".join(student_chunks.values()) == seen
 
 
 def test_a_pickled_maker_makes_the_same_sample(coarse: Any, fine: Any) -> None:
-    """Workers get the maker by pickle."""
+    """Bug: workers get the maker by pickle, and lose a setting."""
     original = maker(coarse, fine, 20, 30)
     copy: TextSampleMaker = pickle.loads(pickle.dumps(original))
 
@@ -212,8 +208,8 @@ def test_a_pickled_maker_makes_the_same_sample(coarse: Any, fine: Any) -> None:
 @pytest.mark.parametrize("length", [40, 200, 331])
 @pytest.mark.parametrize("is_student_composed", [True, False])
 def test_a_teacher_reads_to_the_end_of_a_student_that_rewrites(length: int, is_student_composed: bool) -> None:
-    """Bug: the teacher stopped at the student's number of bytes, far before its text where only that has composed
-    accents, and far behind it the other way round.
+    """Bug: the teacher stopped at the student's number of bytes: too early if only the student composes accents, and
+    too late in the reverse case.
     """
     text = unicodedata.normalize("NFD", "Ti\u1ebfng Vi\u1ec7t \u0111\u1eb9p, the fox, s\u1ed1 1 v\u00e0 2. ") * 60
     student, teacher = byte_level(600, nfc=is_student_composed), byte_level(455, nfc=not is_student_composed)
@@ -233,7 +229,7 @@ def test_a_teacher_reads_to_the_end_of_a_student_that_rewrites(length: int, is_s
 
 
 def test_tokens_that_a_teacher_lacks_are_not_learned_from_it(coarse: Any) -> None:
-    """The student's ids are kept for everybody else, also in the cache of samples."""
+    """Catches replaced ids in the student or another teacher, also after the cache of samples."""
     student = Encoder.of(coarse, 30, True)
     lacked = int(student(TEXT).ids[4])
     sample = TextSampleMaker(student, (SameTokenizer((lacked,), 3), SameTokenizer()))(TEXT)
@@ -242,6 +238,7 @@ def test_tokens_that_a_teacher_lacks_are_not_learned_from_it(coarse: Any) -> Non
     assert (fewer.tokens.ids == np.where(is_lacked, 3, sample.student.ids)).all()
     assert (fewer.tokens.loss_mask == sample.student.loss_mask & ~is_lacked).all()
     assert same.tokens is sample.student
+    assert same.chunks is None
     (again,) = decoded(encoded([sample]))
     assert (again.teachers[0].tokens.ids == fewer.tokens.ids).all()
     assert again.teachers[1].tokens is again.student

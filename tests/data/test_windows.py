@@ -1,4 +1,4 @@
-"""Windows of a text: all of it, whatever the teachers, each a text of its own."""
+"""Windows cover a text completely, do not depend on teachers, and each is like a text."""
 
 from typing import Any
 
@@ -22,16 +22,16 @@ texts = st.text(st.sampled_from("the cat sat on mat,東京ïß1 34\n"), min_size
 
 
 def maker(student: Any, teachers: list[Any], limits: list[int]) -> TextSampleMaker:
-    own, *others = limits
+    student_limit, *teacher_limits = limits
     crossing = [
         CrossTokenizer(Encoder.of(teacher, limit, True), TokenAligner(student, teacher))
-        for teacher, limit in zip(teachers, others, strict=True)
+        for teacher, limit in zip(teachers, teacher_limits, strict=True)
     ]
-    return TextSampleMaker(Encoder.of(student, own, True), (*crossing, SameTokenizer()))
+    return TextSampleMaker(Encoder.of(student, student_limit, True), (*crossing, SameTokenizer()))
 
 
 def sides(sample: Sample) -> list[list[int]]:
-    """Ids of the student and of the teachers with another tokenizer."""
+    """Return the ids of the student and of the cross-tokenizer teachers."""
     crossing = [teacher.tokens for teacher in sample.teachers if teacher.chunks is not None]
     return [tokens.ids.tolist() for tokens in (sample.student, *crossing)]
 
@@ -44,14 +44,14 @@ def bytes_of(tokenizer: Any, ids: list[int]) -> bytes:
 @settings(max_examples=150)
 @given(texts, st.integers(6, 40), st.booleans())
 def test_windows_are_all_of_a_text(text: str, limit: int, swap: bool) -> None:
-    """Bugs: tokens that no window has, bytes that a side reads in another window, an end of sequence in the middle."""
+    """Bugs: a token in no window; bytes that a teacher reads in another window; an EOS in the middle."""
     student, teacher = (FINE, COARSE) if swap else (COARSE, FINE)
     windows = TextWindowMaker(maker(student, [teacher], [limit, LONG]))(text)
 
     parts = [sides(window)[0] for window in windows]
     assert all(part[0] == BOS and len(part) <= limit for part in parts)
-    whole = maker(student, [teacher], [LONG, LONG])(text).student.ids.tolist()
-    assert [*parts[0], *(token for part in parts[1:] for token in part[1:])] == whole
+    whole_ids = maker(student, [teacher], [LONG, LONG])(text).student.ids.tolist()
+    assert [*parts[0], *(token for part in parts[1:] for token in part[1:])] == whole_ids
     for k, window in enumerate(windows):
         ours, theirs = sides(window)
         assert bytes_of(student, ours) == bytes_of(teacher, theirs)
@@ -65,8 +65,8 @@ def test_windows_are_all_of_a_text(text: str, limit: int, swap: bool) -> None:
 
 
 def test_teachers_do_not_change_the_windows() -> None:
-    """Bug: windows at boundaries that all tokenizers share, within every model's limit: arms of a comparison with and
-    without a teacher read other sequences."""
+    """Bug: windows at boundaries of all tokenizers and within every model's limit gave runs with and without a teacher
+    different sequences."""
     text = "the cat sat on mat,東京ïß1 34\n" * 12
     alone = TextWindowMaker(TextSampleMaker(Encoder.of(COARSE, 9, True), ()))(text)
     for limit in (5, 12, LONG):
@@ -84,13 +84,13 @@ def test_a_text_that_fits_is_one_window_and_the_sample_of_the_text() -> None:
 
 
 def test_without_a_first_token_of_their_own_windows_begin_with_the_text(make_tokenizer: MakeTokenizer) -> None:
-    """The first token of a window is then no target."""
+    """Catches a loss on the first token of a window, which has no predictor without BOS."""
     plain = make_tokenizer(40, bos=False)
     text = "the cat sat on the mat, the cat sat"
-    whole = [*plain(text)["input_ids"], EOS]
+    whole_ids = [*plain(text)["input_ids"], EOS]
     windows = TextWindowMaker(TextSampleMaker(Encoder.of(plain, 5, True), (SameTokenizer(),)))(text)
-    assert [len(window.student) for window in windows[:-1]] == [5] * (len(whole) // 5)
-    assert [token for window in windows for token in window.student.ids.tolist()] == whole
+    assert [len(window.student) for window in windows[:-1]] == [5] * (len(whole_ids) // 5)
+    assert [token for window in windows for token in window.student.ids.tolist()] == whole_ids
     assert not any(window.student.loss_mask[0] for window in windows)
 
 
@@ -111,8 +111,8 @@ def test_stored_windows_are_the_made_ones() -> None:
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("student", ["gemma3", "llama3_1", "qwen3"])
 def test_windows_of_real_texts_for_three_tokenizers(student: str) -> None:
-    """Bugs: windows that depend on teachers; a teacher that starts a window elsewhere than the student, so that none of
-    its chunks has an equal history."""
+    """Bugs: windows that depend on teachers; a teacher starts a window elsewhere than the student, so that none of its
+    chunks has an equal history."""
     names = [name for name in ("gemma3", "llama3_1", "qwen3") if name != student]
     teachers = [real_tokenizer(name) for name in names]
     windows_of = TextWindowMaker(maker(real_tokenizer(student), teachers, [60, LONG, LONG]))

@@ -1,4 +1,4 @@
-"""Catches sets that are read wrongly, duplicates that stay, and files that are written though something is wrong."""
+"""Catches sets that are read wrongly, duplicates that stay, and files that are written despite errors."""
 
 import json
 import re
@@ -67,10 +67,10 @@ def test_dapo_math_is_each_problem_once(
         {"messages": [{"role": "user", "content": f"What is 2+2?\n\n{BOXED}"}], "answer": "4"}
         | {"source": "dapo_math", "id": "b"},
     ]
-    said = capsys.readouterr().out
-    assert "2 questions" in said
-    assert "left out as repeated: 2 rows" in said
-    assert "left out as contradicting: 1 of the problems" in said
+    printed = capsys.readouterr().out
+    assert "2 questions" in printed
+    assert "left out as repeated: 2 rows" in printed
+    assert "left out as contradicting: 1 of the problems" in printed
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_dapo_math_is_each_problem_once(
 )
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_aime_is_read_from_all_its_copies(tmp_path: Path, prepare: Any, row: dict[str, Any], kind: str) -> None:
-    (found,) = prepare("aime_2024", written(tmp_path / f"a.{kind}", [row]))
+    (question,) = prepare("aime_2024", written(tmp_path / f"a.{kind}", [row]))
 
-    assert found["answer"] == "33"
-    assert found["messages"][0]["content"].startswith("P\n\n")
-    assert found.get("solution") == (row.get("Solution") or row.get("solution"))
+    assert question["answer"] == "33"
+    assert question["messages"][0]["content"].startswith("P\n\n")
+    assert question.get("solution") == (row.get("Solution") or row.get("solution"))
 
 
 def test_of_a_file_of_several_years_one_is_taken(
@@ -105,10 +105,13 @@ def test_of_a_file_of_several_years_one_is_taken(
         {"problem": f"P{year}", "answer": "1", "url": f"https://x.org/{year}_AIME_II_Problems/Problem_1"}
         for year in (2022, 2024, 2025)
     ]
-    one, other = written(tmp_path / "a.jsonl", rows), written(tmp_path / "b.jsonl", [{"question": "Q", "answer": "2"}])
+    first, second = (
+        written(tmp_path / "a.jsonl", rows),
+        written(tmp_path / "b.jsonl", [{"question": "Q", "answer": "2"}]),
+    )
 
-    found = prepare("aime_2025", one, other, options=("--text", "--instruction", ""))
-    assert [each["text"] for each in found] == ["P2025\n\n", "Q\n\n"]
+    questions = prepare("aime_2025", first, second, options=("--text", "--instruction", ""))
+    assert [question["text"] for question in questions] == ["P2025\n\n", "Q\n\n"]
     assert "warning: aime_2025 has 30 questions" in capsys.readouterr().out
 
 
@@ -121,10 +124,10 @@ def test_math_500_keeps_what_it_knows(tmp_path: Path, prepare: Any) -> None:
         "level": 3,
         "unique_id": "u",
     }
-    (found,) = prepare("math_500", written(tmp_path / "a.jsonl", [row]))
+    (question,) = prepare("math_500", written(tmp_path / "a.jsonl", [row]))
 
-    del found["messages"]
-    assert found == {
+    del question["messages"]
+    assert question == {
         "answer": r"\frac{1}{2}",
         "source": "math_500",
         "id": "u",

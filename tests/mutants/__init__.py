@@ -1,1 +1,1 @@
-"""Mistakes that the tests must find, and the tool that makes each of them and sees whether they do."""
+"""Mistakes that the tests must catch, and a tool that makes each mistake and runs its tests."""

@@ -1,6 +1,6 @@
 """Make each mistake of mutants.toml in a copy of the repository and run its tests: `python -m tests.mutants [WORD …]`.
 
-Words choose the mutants whose names contain one of them. Exits with 1 where a mutant survives.
+Words select the mutants whose names contain one of them. Exits with 1 if a mutant survives.
 """
 
 import os
@@ -15,11 +15,11 @@ from pathlib import Path
 from tests.mutants.listed import ROOT, Mutant, listed
 
 WORKERS = 2
-"""Mutants that are tried at a time."""
+"""Mutants that are tested in parallel."""
 
 
 def tests_fail(tree: Path, tests: tuple[str, ...]) -> bool:
-    """Run tests in a copy. Raises RuntimeError with the output where they could not be run."""
+    """Run tests in a copy. Raises RuntimeError with the output if they could not run."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", *tests],
         cwd=tree,
@@ -35,7 +35,7 @@ def tests_fail(tree: Path, tests: tuple[str, ...]) -> bool:
 
 
 def copied(folder: Path) -> Path:
-    """Copy the files that git knows, as they are now."""
+    """Copy the tracked files with their uncommitted changes."""
     tree = folder / "tree"
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
@@ -55,19 +55,19 @@ def is_killed(mutant: Mutant) -> bool:
 
 
 def main(words: list[str]) -> int:
-    chosen = [each for each in listed() if not words or re.search("|".join(words), each.name)]
-    if not chosen:
+    mutants = [mutant for mutant in listed() if not words or re.search("|".join(words), mutant.name)]
+    if not mutants:
         print(f"no mutant's name has {' or '.join(words)}")
         return 2
     with tempfile.TemporaryDirectory(prefix="mutant_") as folder:
         # A test that fails anyway would kill every mutant.
-        if tests_fail(copied(Path(folder)), tuple(sorted({test for each in chosen for test in each.tests}))):
+        if tests_fail(copied(Path(folder)), tuple(sorted({test for mutant in mutants for test in mutant.tests}))):
             print("the tests fail without a mutant")
             return 2
     with ThreadPoolExecutor(WORKERS) as pool:
-        killed = sum(pool.map(is_killed, chosen))
-    print(f"{killed} of {len(chosen)} killed")
-    return int(killed < len(chosen))
+        killed = sum(pool.map(is_killed, mutants))
+    print(f"{killed} of {len(mutants)} killed")
+    return int(killed < len(mutants))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Mutant:
-    """A passage of a file, `old`, that becomes `new`, and the tests of which one must then fail."""
+    """A change of a file from `old` to `new` which at least one of the tests must catch."""
 
     name: str
     file: str
@@ -18,7 +18,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     def apply(self, tree: Path) -> None:
-        """Change the file of a copy of the repository. Raises ValueError unless the passage is there once."""
+        """Change the file in a copy of the repository. Raises ValueError unless it has the passage exactly once."""
         path = tree / self.file
         text = path.read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
