@@ -1,4 +1,4 @@
-"""Several runs on one page: their figures in the right columns, what differs, and answers compared one by one."""
+"""Several runs on one page: figures in their columns, different settings, and answers compared question by question."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     assert main(["compare", str(one), str(two), "--output", str(page)]) == 0
     text = page.read_text().replace("\N{NO-BREAK SPACE}", " ")
-    for shown in (
+    for part in (
         "1.9000 (-5.0 %)",
         "1.5000 (-25.0 %)",
         "bits per byte (since its start)",
@@ -56,7 +56,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "Settings that differ",
         "by class",
     ):
-        assert shown in text, shown
+        assert part in text, part
     assert "<script" not in text
     assert not re.search("https?:", text)
     assert "default-src 'none'" in text
@@ -65,12 +65,11 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "train_loss.png",
         "eval_pass@1.png",
     }
-    shown = capsys.readouterr().out
-    assert "Settings that differ" in shown
+    assert "Settings that differ" in capsys.readouterr().out
 
 
 def test_only_settings_that_differ(tmp_path: Path) -> None:
-    """Bugs: where a run writes to counted as a setting, an element of a list compared as a whole."""
+    """Bugs: the output folder counts as a setting; a list element is compared as a whole."""
     runs = read_runs([write_run(tmp_path / name / "run", lr, [1.0]) for name, lr in (("a", 0.1), ("b", 0.2))])
     (table,) = setting_tables(runs)
     assert list(table.heads) == ["", "a/run", "b/run"]
@@ -100,7 +99,7 @@ def write_validated(
 
 
 def test_unlike_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: figures over other bytes, of other students or of other steps side by side without a word."""
+    """Bug: figures of different bytes, students or steps side by side without a warning."""
     write_validated(tmp_path / "first", {})
     write_validated(tmp_path / "same", {}, start=2.0005)
     write_validated(tmp_path / "start", {}, start=2.01)
@@ -120,23 +119,23 @@ def test_unlike_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     page = tmp_path / "page.html"
     assert main(["compare", *map(str, folders), "--output", str(page)]) == 0
     printed = capsys.readouterr().out
-    for shown in ("3.210", "25.0 %", "CE, nats", "accuracy", "finished"):
-        assert shown in printed, shown
+    for text in ("3.210", "25.0 %", "CE, nats", "accuracy", "finished"):
+        assert text in printed, text
     assert all(sentence.replace("'", "&#39;") in page.read_text() for sentence in expected)
 
 
 def test_scores_of_other_steps_are_named() -> None:
-    """Bug: scores of steps 4 and 90 compared without a word, as only validated runs were looked at."""
-    asked = {"eval/pass@1": 0.5, "eval/pass@1_low": 0.4, "eval/pass@1_high": 0.6}
+    """Bug: scores of steps 4 and 90 were compared without a warning, as only validated runs were checked."""
+    score = {"eval/pass@1": 0.5, "eval/pass@1_low": 0.4, "eval/pass@1_high": 0.6}
     runs = [
-        SweptRun(name, Path(name), ({"step": step, **asked}, {"step": 9, "train/loss": 1.0}), True, None)
+        SweptRun(name, Path(name), ({"step": step, **score}, {"step": 9, "train/loss": 1.0}), True, None)
         for name, step in (("a", 4), ("b", 4), ("c", 8))
     ]
     assert unlike(runs) == ["c: its pass@1 is of step 8, a's of step 4."]
 
 
 def test_runs_of_other_lengths_are_named_without_validation() -> None:
-    """Bug: 3 and 60 steps side by side without a word, as one of the two was not validated."""
+    """Bug: 3 and 60 steps were compared without a warning, as one run was not validated."""
     runs = [
         SweptRun(name, Path(name), ({"step": step, key: 1.0},), True, None)
         for name, step, key in (("e", 0, "eval/pass@1"), ("a", 60, "val/bits_per_byte"), ("b", 3, "train/loss"))
@@ -153,7 +152,7 @@ def test_one_run_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_section_that_a_run_lacks_is_one_row(tmp_path: Path) -> None:
-    """Bug: a row of nulls for each setting of a teacher that the other run does not have."""
+    """Bug: a row of nulls for each setting of a teacher that the other run lacks."""
     teacher = {
         "name": "big",
         "model": "some/model",
@@ -173,12 +172,12 @@ def test_a_section_that_a_run_lacks_is_one_row(tmp_path: Path) -> None:
 
 
 def test_answers_are_compared_question_by_question(tmp_path: Path) -> None:
-    """Bugs: the second run subtracted, answers to other questions compared, the interval of independent samples, or of
-    another set's confidence.
+    """Bugs: a difference with the wrong sign; answers to different questions are compared; the interval is one of
+    independent samples, or has another set's confidence.
     """
     runs = [("one", [0.0, 1.0, 0.0, 0.0], "a"), ("two", [1.0, 1.0, 0.0, 1.0], "a"), ("x", [1.0] * 4, "b")]
-    found = read_runs([write_run(tmp_path / name, 0.1, right, data) for name, right, data in runs])
-    (table,) = answer_tables(found)
+    swept_runs = read_runs([write_run(tmp_path / name, 0.1, right, data) for name, right, data in runs])
+    (table,) = answer_tables(swept_runs)
     halves = []
     for confidence in (0.9, 0.5):
         expected = paired_difference([1, 1, 0, 1], [0, 1, 0, 0], confidence)
@@ -187,7 +186,7 @@ def test_answers_are_compared_question_by_question(tmp_path: Path) -> None:
 
 
 def test_a_page_without_an_ending_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: the folder of its curves takes its name, and the page cannot be written."""
+    """Bug: the folder of curves has the page's name, so that the page cannot be written."""
     runs = [str(write_run(tmp_path / name, 0.1, [1.0])) for name in ("one", "two")]
     with pytest.raises(SystemExit):
         main(["compare", *runs, "--output", str(tmp_path / "page")])
@@ -195,7 +194,7 @@ def test_a_page_without_an_ending_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a way out that names a setting of runs, which this command does not take."""
+    """Bug: the remedy names a setting of runs, which this command does not have."""
     runs = [str(write_run(tmp_path / name, 0.1, [1.0])) for name in ("one", "two")]
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):

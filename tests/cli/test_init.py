@@ -1,4 +1,4 @@
-"""Configurations for a user's own models and data: they are whole, explained, and never written over another."""
+"""Configurations for a user's models and data are complete and explained, and never overwrite a file."""
 
 import shlex
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.exit_status import exit_status
     ids=["off-policy", "on-policy"],
 )
 def test_what_is_written_runs(options: list[str], name: str, run, tmp_path: Path) -> None:
-    """Bug: a configuration that does not compose, or names models and data that are not there."""
+    """Bugs: a configuration does not compose; its models and data do not exist."""
     folder = tmp_path / "mine"
     assert exit_status("init", folder, *options) == 0
     assert (folder / SCHEMA).read_bytes() == (CONFIGS / "schema" / "run.json").read_bytes()
@@ -43,7 +43,7 @@ def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_printed_command_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a path with a space is two arguments in the command that is printed."""
+    """Bug: a path with a space becomes two arguments of the printed command."""
     folder = tmp_path / "my models"
     assert exit_status("init", folder) == 0
     command = shlex.split(capsys.readouterr().out.partition("see what would run: ")[2])
@@ -51,7 +51,7 @@ def test_the_printed_command_can_be_pasted(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: the system's own error, without a way out."""
+    """Bug: the system's error without a remedy."""
     (tmp_path / "file").touch()
     assert exit_status("init", tmp_path / "file") == 1
     assert capsys.readouterr().err.rstrip().endswith("could not be written (File exists); name another folder")

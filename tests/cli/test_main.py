@@ -1,4 +1,4 @@
-"""The installed command: its verbs, its help, what a shell completes."""
+"""The installed command: verbs, help and shell completion."""
 
 import subprocess
 import sys
@@ -17,15 +17,15 @@ from tests.composition import CONFIGS
 from tests.exit_status import exit_status
 
 ALL = [
-    (name, *rest)
+    (name, *verb)
     for name, entry in VERBS.items()
-    for rest in ([(v,) for v in entry.verbs] if isinstance(entry, Group) else [()])
+    for verb in ([(v,) for v in entry.verbs] if isinstance(entry, Group) else [()])
 ]
 
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
 def test_every_verb_has_a_command_with_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a line of the table that names no module, or a module without that command."""
+    """Bug: the table names a module that does not exist, or one without the command."""
     assert exit_status(*words, "--help") == 0
     program = "gpu_check.py" if words == ("check",) else f"nemo-opd {' '.join(words)}"
     assert program in capsys.readouterr().out
@@ -38,7 +38,7 @@ def test_check_needs_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_verb_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a list of all verbs, without the one that is one letter away."""
+    """Bug: the message lists all verbs, instead of the one that is one letter away."""
     assert exit_status("distill") == 2
     assert "distill: there is no such verb; did you mean nemo-opd distil?" in capsys.readouterr().err
     assert exit_status("train") == 2
@@ -84,10 +84,10 @@ for i, line in enumerate(sys.argv[2:]):
 
 @pytest.mark.world
 def test_a_shell_is_offered_what_continues_a_line(tmp_path: Path) -> None:
-    """Bug: nothing, where a verb's arguments are not in the parser, or an exception, which a shell does not show."""
+    """Bugs: no completions if a verb's arguments are not in the parser; an exception, which shells do not show."""
     subprocess.run([sys.executable, "-c", COMPLETING, str(tmp_path), *OFFERED], check=True)
-    found = [(tmp_path / str(i)).read_text().split(",") for i in range(len(OFFERED))]
-    assert [[each.strip() for each in line] for line in found] == list(OFFERED.values())
+    completions = [(tmp_path / str(i)).read_text().split(",") for i in range(len(OFFERED))]
+    assert [[word.strip() for word in line] for line in completions] == list(OFFERED.values())
 
 
 @pytest.mark.parametrize(
@@ -106,16 +106,18 @@ def test_a_shell_is_offered_what_continues_a_line(tmp_path: Path) -> None:
     ],
 )
 def test_settings_are_completed_part_by_part(typed: str, offered: Sequence[str]) -> None:
-    found = [each for each in complete_setting(typed, RunConfig, CONFIGS) if each.startswith(typed)]
-    assert set(offered) <= set(found)
-    assert bool(found) == bool(offered)
+    completions = [
+        completion for completion in complete_setting(typed, RunConfig, CONFIGS) if completion.startswith(typed)
+    ]
+    assert set(offered) <= set(completions)
+    assert bool(completions) == bool(offered)
 
 
 def test_no_section_is_the_only_offer() -> None:
-    """Bug: a shell ends a single offer with a space, which has to be removed before the key goes on."""
+    """Bug: a single completion ends with a space, which the user has to remove before the next part of the key."""
     offered = complete_setting("student.opti", RunConfig, CONFIGS)
     assert len(offered) > 1
-    assert all(each.startswith("student.optimizer.") for each in offered)
+    assert all(completion.startswith("student.optimizer.") for completion in offered)
     assert complete_setting("train.max_steps", RunConfig, CONFIGS) == ["train.max_steps="]
 
 
@@ -153,7 +155,7 @@ def test_a_section_of_the_settings(capsys: pytest.CaptureFixture[str], monkeypat
     ],
 )
 def test_help_answers_for_a_key_or_a_word(word: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: `there is no such section`, for a key, an element of a list, a word in a meaning, another trainer's word."""
+    """Bug: an unknown section is reported for a key, a list element, a word of a meaning or another trainer's word."""
     assert exit_status("help", "distil", word) == 0
     assert line in capsys.readouterr().out
 
@@ -161,7 +163,7 @@ def test_help_answers_for_a_key_or_a_word(word: str, line: str, capsys: pytest.C
 def test_a_run_without_a_file_says_that_it_is_the_demo(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: tiny models are trained, for minutes, in place of those in the file that was forgotten."""
+    """Bug: if the user forgets the file, the demo's tiny models are trained silently for minutes."""
     tasks: list[object] = []
     monkeypatch.setattr(settings_verbs, "DISTIL", replace(settings_verbs.DISTIL, task=tasks.append))
     for words, is_demo in (((), True), (("off_policy_demo",), False), (("--cfg", "job"), False)):
@@ -176,17 +178,17 @@ def test_the_package_is_a_command() -> None:
 
 
 def test_generate_prints_samples(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("generate", "--model", "demo:arithmetic_student", "--prompt", "12+30=", "--max-new-tokens", "4")
-    assert exit_status(*asked, "--n", "2", "--json") == 0
+    command = ("generate", "--model", "demo:arithmetic_student", "--prompt", "12+30=", "--max-new-tokens", "4")
+    assert exit_status(*command, "--n", "2", "--json") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert exit_status(*asked, "--n", "2", "--json") == 0
+    assert exit_status(*command, "--n", "2", "--json") == 0
     assert capsys.readouterr().out.splitlines() == lines  # the same seed
     assert ['"sample": 0' in lines[0], '"sample": 1' in lines[1], len(lines)] == [True, True, 2]
-    assert exit_status(*asked, "--top-p", "0") == 1
+    assert exit_status(*command, "--top-p", "0") == 1
     assert "--top-p=0: must be above 0" in capsys.readouterr().err
-    assert exit_status(*asked, "--temperature", "nan") == 1
+    assert exit_status(*command, "--temperature", "nan") == 1
     assert "--temperature=nan: must be at least 0" in capsys.readouterr().err
-    assert exit_status(*asked, "--chat") == 1
+    assert exit_status(*command, "--chat") == 1
     assert "has no chat template, which --chat needs; leave out --chat" in capsys.readouterr().err
 
 
@@ -200,7 +202,7 @@ def test_generate_prints_samples(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_command_names_its_own_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, command: tuple[str, ...]
 ) -> None:
-    """Bug: `set data.text_key`, which these commands do not take."""
+    """Bug: the remedy is data.text_key, which these commands do not have."""
     (file := tmp_path / "q.jsonl").write_text('{"question": "1+1", "answer": "2"}')
     assert exit_status(*command, "--model", "demo:teacher_cross", "--output", tmp_path / "new", option, file) == 1
     error = f"{option}='{file}' has no column 'text'; set --text-key to one of its columns: question, answer\n"
@@ -208,7 +210,7 @@ def test_a_command_names_its_own_options(
 
 
 def test_a_seed_that_no_generator_takes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: an overflow's traceback."""
-    asked = ("transplant", "--model", "demo:teacher_cross", "--tokenizer", "demo:student", "--random", "all")
-    assert exit_status(*asked, "--output", tmp_path / "new", "--seed", 10**20) == 1
+    """Bug: a traceback of the overflow."""
+    command = ("transplant", "--model", "demo:teacher_cross", "--tokenizer", "demo:student", "--random", "all")
+    assert exit_status(*command, "--output", tmp_path / "new", "--seed", 10**20) == 1
     assert "--seed=100000000000000000000: must be at most 4611686018427387904" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Exit statuses, results as JSON, quiet commands, the list of runs, and runs that have finished."""
+"""Exit statuses, results as JSON, quiet commands, the list of runs, and finished runs."""
 
 import json
 import os
@@ -30,7 +30,7 @@ STUDENT = ModelOrigin("student", "demo", "demo", 10, OwnCard())
 
 
 def written_run(folder: Path, *overrides: str) -> RunConfig:
-    """Write the files of a run of two steps that has exported its model, without an end."""
+    """Write the files of a run of two steps that has exported its model, but recorded no end."""
     config = compose(f"run.output_dir={folder}", "train.max_steps=2", "run.resume=auto", *overrides)
     for name in ("final", "checkpoints/step_000002"):
         (folder / name).mkdir(parents=True)
@@ -47,21 +47,21 @@ def written_run(folder: Path, *overrides: str) -> RunConfig:
 def test_a_run_that_ended_early_does_not_exit_with_0(
     is_complete: bool, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a job script takes a run that was stopped before its last step for a finished one."""
+    """Bug: to a job script, a run that was stopped early looks finished."""
     verb = replace(settings_verbs.DISTIL, task=lambda _: Finished(tmp_path, is_complete))
     monkeypatch.setattr(settings_verbs, "DISTIL", verb)
     assert exit_status("distil", "off_policy_demo") == status
 
 
 def test_a_file_of_a_run_is_not_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a line with all keys for each section of the file."""
+    """Bug: a message about unknown keys for each section of the file."""
     assert exit_status("evaluate", "off_policy_demo") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "model=FOLDER" in line
 
 
 def test_the_page_has_all_exit_statuses() -> None:
-    """Bug: a table that the command has left behind."""
+    """Bug: an outdated table."""
     page = (ROOT / "docs" / "command.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", page, re.MULTILINE)
     assert {int(status): meaning.replace("`", "") for status, meaning in rows} == MEANINGS
@@ -69,20 +69,20 @@ def test_the_page_has_all_exit_statuses() -> None:
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_json_is_alone_on_stdout(quiet: bool, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Bug: a program that reads stdout finds the lines of a child process between, or NaN, which is not JSON."""
+    """Bugs: lines of a child process are mixed into stdout; NaN, which is not JSON."""
     with output_of(Namespace(json=True, quiet=quiet)) as print_json:
         os.system("echo from a child process")
         print_json({"path": tmp_path, "loss": float("nan")})
     os.system("echo afterwards")
     output = capfd.readouterr()
-    first, *others = output.out.splitlines()
+    first, *later = output.out.splitlines()
     assert json.loads(first) == {"path": str(tmp_path), "loss": None}
-    assert others == ["afterwards"]
+    assert later == ["afterwards"]
     assert output.err.splitlines() == ([] if quiet else ["from a child process"])
 
 
 def test_runs_are_listed_with_status_and_change(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Bug: a running or failed run looks finished; a run inside another, such as a baseline, is not listed."""
+    """Bugs: a running or failed run looks finished; a run inside another one, such as a baseline, is not listed."""
     written_run(tmp_path / "a")
     written_run(tmp_path / "a" / "baseline")
     record_end(tmp_path / "a", "failed")
@@ -99,10 +99,10 @@ def test_runs_are_listed_with_status_and_change(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_scores_from_before_the_first_step_are_no_result(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Bug: the score of the start looks like the one of a run that ended early."""
+    """Bug: the score before training looks like the result of a run that ended early."""
     written_run(tmp_path, "evaluation.every=5")
-    asked = {"eval/pass@1": 0.25, "eval/pass@1_low": 0.0, "eval/pass@1_high": 0.5}
-    records = [{"step": 0, **asked}, {"step": 1}, {"step": 2, **asked}]
+    score = {"eval/pass@1": 0.25, "eval/pass@1_low": 0.0, "eval/pass@1_high": 0.5}
+    records = [{"step": 0, **score}, {"step": 1}, {"step": 2, **score}]
     for number, is_shown in ((2, False), (3, True)):
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records[:number]))
         assert exit_status("runs", tmp_path) == 0
@@ -129,7 +129,7 @@ def test_a_report_without_settings_says_so(tmp_path: Path, capfd: pytest.Capture
     ],
 )
 def test_a_pipe_among_the_files_of_a_run_is_not_waited_for(name: str, tmp_path: Path) -> None:
-    """Bug: `report` on the folder of a stranger never ends."""
+    """Bug: `report` on a stranger's folder hangs."""
     written_run(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -138,16 +138,16 @@ def test_a_pipe_among_the_files_of_a_run_is_not_waited_for(name: str, tmp_path: 
 
 
 def test_a_finished_run_says_so_unless_its_end_would_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: models are loaded to train no step; or a finished run cannot be trained longer."""
+    """Bugs: models are loaded although no step remains; a finished run cannot be trained longer."""
     config = written_run(tmp_path / "run")
     assert finished_before(config) is None  # it was killed
     record_end(tmp_path / "run", FINISHED)
     assert finished_before(config) == Finished(tmp_path / "run")
-    assert "ended at step 2 of 2" in (said := capsys.readouterr().out)
-    assert "raise train.max_steps" in said
+    assert "ended at step 2 of 2" in (printed := capsys.readouterr().out)
+    assert "raise train.max_steps" in printed
     resolved = config.student.model_copy(update={"offload": True})
     decided = config.model_copy(update={"student": resolved})
-    (tmp_path / "run" / "config.yaml").write_text(to_yaml(decided))  # what was `auto`, as a run writes it
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(decided))  # with `auto` resolved, as a run writes it
     assert finished_before(config) is not None
     fixed = config.student.model_copy(update={"dtype": "float32"})
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(config.model_copy(update={"student": fixed})))
@@ -165,7 +165,7 @@ def test_a_finished_run_says_so_unless_its_end_would_differ(tmp_path: Path, caps
 
 
 def test_warnings_of_a_kind_are_one() -> None:
-    """Bug: the same sentence for each of eight teachers hides the other warnings."""
+    """Bug: the same sentence for each of eight teachers hides all different warnings."""
     warnings = ["a: only 3 % of the tokens", "b: only 41 % of the tokens", "x.txt is also in data.train", "b: other"]
     assert list(_folded(warnings, {"a", "b"})) == [
         "a: only 3 % of the tokens (the same holds for b)",
@@ -188,7 +188,7 @@ def test_a_mistyped_folder_is_not_looked_for_on_a_hub_out_of_reach(monkeypatch: 
 
 
 def test_help_has_a_line_for_each_loss() -> None:
-    """Bug: a loss without advice, or advice that a terminal of 80 columns breaks."""
+    """Bugs: a loss without advice; advice that is longer than 80 columns."""
     lines = help_text(RunConfig, CONFIGS, "nemo-opd distil", ["loss"]).splitlines()
     types = {match[1] for line in lines if (match := re.match(r"loss of type=(\w+):", line))}
     advice = {line.split()[0]: line for line in lines if re.match(r"  \w+ +take ", line)}

@@ -21,8 +21,8 @@ with standard_streams():
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=["stdin", "stdout", "stderr", "all"])
-def test_what_is_closed_leads_nowhere(closed: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Bug: a command without stdout ended in a traceback; a file would have taken its number, and what is printed."""
+def test_closed_streams_lead_nowhere(closed: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Bugs: a command without stdout ended in a traceback; a file gets stdout's number, and the printed text."""
     result = tmp_path_factory.mktemp("streams") / "result"
     closing = " ".join(f"{number}<&-" if number == 0 else f"{number}>&-" for number in closed)
     command = f'"$0" -c "$1" "$2" {closing}'

@@ -1,4 +1,4 @@
-"""What a command says when its runs are over."""
+"""The summary that a command prints after its runs."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.logging.test_sweep import write_run
 
 
 def test_a_sweep_of_dry_runs_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a folder with an empty table."""
+    """Bug: a folder with an empty table is written."""
     report_sweep(tmp_path / "sweep", ["seed=1", "seed=2"])
     assert not (tmp_path / "sweep").exists()
     assert capsys.readouterr().out == ""

@@ -1,4 +1,4 @@
-"""The package as it is installed: from its wheel alone, away from the checkout."""
+"""The package installed from its wheel alone, away from the checkout."""
 
 import os
 import subprocess
@@ -50,8 +50,8 @@ def test_the_wheel_has_configurations_and_no_caches(site: Path) -> None:
 
 
 def test_verbs_work_from_the_wheel_alone(site: Path, tmp_path: Path) -> None:
-    """Bug: a recipe, a template or code of a verb that is in the checkout and not in the wheel."""
-    # Functions of these few tokens are sooner interpreted than compiled.
+    """Bug: a recipe, a template or a verb's code is in the checkout and not in the wheel."""
+    # For so few tokens, interpreting numba's functions is faster than compiling them.
     environment = {**os.environ, "PYTHONPATH": str(site), "NUMBA_DISABLE_JIT": "1"}
     ran = subprocess.run(
         [sys.executable, "-P", "-c", VERBS, str(site)], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Small settings that are valid, off-policy and on-policy, and the message by which others are refused."""
+"""Small valid settings, off-policy and on-policy, and the messages of invalid ones."""
 
 import copy
 from typing import Any
@@ -21,7 +21,7 @@ HF = {"type": "hf", "n": 4, "max_new_tokens": 16}
 
 
 def changed(key: str, value: Any) -> dict[str, Any]:
-    """VALID with one key set, as an override would do it."""
+    """Return VALID with one key set as by an override."""
     data = copy.deepcopy(VALID)
     *path, last = key.split(".")
     node: Any = data

@@ -1,4 +1,4 @@
-"""Tables of code by a choice of the settings: one that lacks a line says so when it is imported."""
+"""Tables keyed by a choice of the settings: a missing line is reported at import."""
 
 import runpy
 from importlib import import_module
@@ -39,7 +39,7 @@ class SourceOfMore(Source):
 def test_a_forgotten_line_is_named(
     settings: str, name: str, table: str, file: str, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a KeyError in a run, or another choice's formula."""
+    """Bug: a KeyError during a run, or the wrong formula."""
     module = import_module(f"nemo_opd.config.{settings}")
     choice = getattr(module, name)
     if name == "Source":
@@ -71,7 +71,7 @@ def test_a_kind_of_files_takes_one_path_as_it_is_declared() -> None:
     ],
 )
 def test_a_files_kind_is_that_of_its_suffix(file: str, kind: str) -> None:
-    """Bug: tables of suffixes, which did not know compressed files or a new kind."""
+    """Bug: compressed files or a new kind are unknown."""
     assert source_of([file, file], key="--data", otherwise="jsonl_files").given == {kind: (file, file)}
 
 

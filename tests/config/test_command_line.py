@@ -18,7 +18,7 @@ from tests.composition import CONFIGS, DEMO, PRODUCTION, ROOT, command_line, com
 
 
 def test_overrides_reach_their_keys() -> None:
-    """The last of two holds, and `~` takes a key away."""
+    """Catches a first override that wins over the last, and a `~` that is ignored."""
     config = configured(
         "train.max_steps=7",
         "student.optimizer.lr=1e-3",
@@ -41,13 +41,13 @@ def test_the_last_of_two_options_holds(tmp_path: Path) -> None:
 
 
 def test_a_key_that_no_yaml_mentions_is_set_without_a_plus() -> None:
-    """Plain Hydra would ask for `+cluster.timeout_s=5`, because the YAML files name only what differs."""
+    """Bug: plain Hydra asks for `+cluster.timeout_s=5`, because YAML files omit defaults."""
     cluster = configured("cluster.timeout_s=5", "+cluster.gpus_per_node=2", "++cluster.cpu_ranks=3").cluster
     assert (cluster.timeout_s, cluster.gpus_per_node, cluster.cpu_ranks) == (5, 2, 3)
 
 
 def test_a_way_out_of_a_presets_setting_works() -> None:
-    """Bug: a message advises to leave out a setting that the user has not written."""
+    """Bug: a message advises to leave out a preset's setting, which `~` could not remove."""
     loss = configured("loss=bpm", "loss.positions=starts", "~loss.ends").loss
     assert isinstance(loss, BytePrefixLoss)
     assert (loss.positions, loss.ends) == ("starts", "drop")
@@ -62,7 +62,7 @@ def test_one_teacher_of_the_list_is_changed() -> None:
 
 
 def test_groups_are_swapped_whole() -> None:
-    """Also together with a key of the new option, whatever their order on the command line."""
+    """Catches an option that overwrites a key of its group, or keeps keys of the old option."""
     assert [teacher.name for teacher in configured("teachers=demo_single").teachers] == ["cross"]
     config = configured("teachers.0.weight=0.8", "teachers=phi4mini_llama3b", "student=llama3_2_1b", "cluster=gpu")
 
@@ -76,7 +76,7 @@ def test_one_file_or_a_list_of_files(text: str) -> None:
 
 
 def test_globs_and_quoted_paths_arrive_unchanged() -> None:
-    """A shell leaves a quoted pattern alone, and so must we."""
+    """Bug: Hydra interprets characters of a quoted path."""
     for path in ("/data/**/*.arrow", "/data/part-[0-9].arrow", "/my data/a (1).arrow"):
         assert configured(f'data.train.arrow_files="{path}"').data.train.arrow_files == (path,)
 
@@ -97,7 +97,7 @@ def test_a_config_file_anywhere_finds_the_groups(form: tuple[str, ...], tmp_path
 
 
 def test_a_config_file_brings_options_of_its_own(tmp_path: Path) -> None:
-    """`teachers=<your file>`: the group in the file's folder is searched beside that of configs/."""
+    """Bug: `teachers=<your file>` is searched in configs/ only, and not beside the config file."""
     (tmp_path / "mine.yaml").write_text((CONFIGS / "off_policy_demo.yaml").read_text())
     (tmp_path / "teachers").mkdir()
     (tmp_path / "teachers" / "own.yaml").write_text(
@@ -129,16 +129,16 @@ def test_options_of_hydra_are_not_taken_for_overrides() -> None:
 def test_help_names_the_groups_and_runs_nothing(capsys) -> None:
     assert compose_all("--help") == []
     printed = capsys.readouterr().out
-    assert printed.startswith("distil [FILE]")  # the program's name, not that of a module of ours
+    assert printed.startswith("distil [FILE]")  # not the name of a module
     assert max(map(len, printed.splitlines())) <= 80
-    for told in ("docs/settings.md", "max_steps", "p_kl", "--cfg job"):
-        assert told in printed
+    for part in ("docs/settings.md", "max_steps", "p_kl", "--cfg job"):
+        assert part in printed
     for group in sorted(folder.name for folder in CONFIGS.iterdir() if any(folder.glob("*.yaml"))):
         assert f"{group}: " in printed
 
 
 def test_a_group_counts_before_what_is_said_of_its_elements() -> None:
-    """Bug: a message of the two teachers that the group has replaced."""
+    """Bug: the message counts the two teachers that the group replaces."""
     with pytest.raises(ConfigError, match=r"^teachers\.2\.weight=1: teachers is a list of 1, teachers\.0; "):
         configured("teachers.2.weight=1", "teachers=demo_single")
 
@@ -151,7 +151,7 @@ def test_a_full_disk_under_stdout_is_not_a_fault_of_the_config() -> None:
 
 
 def test_all_options_that_do_not_exist_are_told_with_the_other_problems() -> None:
-    """Bugs: one wrong option a round, and wrong keys only after the last; keys of an option are refused without it."""
+    """Bugs: one wrong option at a time, and wrong keys at the end; an unknown option's keys are reported, too."""
     with pytest.raises(ConfigError) as caught:
         configured("cluster=gpuu", "logging=nn", "loss=goldd", "loss.uncommon_topk=8", "train.max_stepz=4")
     wrong = [line.partition(":")[0] for line in str(caught.value).splitlines()]
@@ -159,7 +159,7 @@ def test_all_options_that_do_not_exist_are_told_with_the_other_problems() -> Non
 
 
 def test_each_run_of_a_sweep_has_a_folder_named_by_what_it_varies(tmp_path: Path, monkeypatch) -> None:
-    """Bug: folders named by the second in which a run started, which say nothing."""
+    """Bug: folders are named by a run's start time, which says nothing about its settings."""
     monkeypatch.chdir(tmp_path)
     jobs = compose_all("--multirun", "train.max_steps=1,2", "run.seed=3", "loss.temperature=1.0,2.0")
     (root,) = {job.run.output_dir.parent for job in jobs}
@@ -173,23 +173,23 @@ def test_each_run_of_a_sweep_has_a_folder_named_by_what_it_varies(tmp_path: Path
 
 
 def test_a_sweep_goes_where_it_is_told(tmp_path: Path, monkeypatch) -> None:
-    """Bug: all runs in one folder, of which the second is refused."""
+    """Bug: all runs share one folder, and the second run is refused."""
     monkeypatch.chdir(tmp_path)
-    told: list[object] = []
+    received: list[object] = []
     with command_line(("-m", "run.seed=1,2", f"run.output_dir={tmp_path / 'sweep'}")):
         run_with_hydra(
-            lambda config: told.append(config.run.output_dir),
+            lambda config: received.append(config.run.output_dir),
             RunConfig,
             config_dir=CONFIGS,
             config_name="off_policy_demo",
-            after_sweep=lambda root, names: told.extend((root, names)),
+            after_sweep=lambda root, names: received.extend((root, names)),
         )
     root, names = tmp_path / "sweep", ["run.seed=1", "run.seed=2"]
-    assert told == [*(root / name for name in names), root, names]
+    assert received == [*(root / name for name in names), root, names]
 
 
 def test_an_interruption_ends_a_sweep(tmp_path: Path, monkeypatch) -> None:
-    """Bug: the time that a scheduler gives went into starting one run after the other."""
+    """Bug: after a scheduler's signal, the sweep still started its remaining runs."""
     monkeypatch.chdir(tmp_path)
     done: list[int] = []
     with command_line(("-m", "run.seed=1,2,3,4")), pytest.raises(KeyboardInterrupt) as caught:
@@ -220,7 +220,7 @@ def test_an_error_before_an_interruption_does_not_hide_what_was_not_started(tmp_
 
 
 def test_a_folder_for_temporary_files_may_have_any_name(tmp_path: Path, monkeypatch) -> None:
-    """Bug: its characters were read as Hydra's grammar, and no command could be composed."""
+    """Bug: the name was parsed as Hydra's grammar, and every command failed."""
     folder = tmp_path / "a b ü(x),'q\\"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -251,7 +251,9 @@ def test_what_fails_after_a_sweep_does_not_hide_the_error_of_a_run(tmp_path: Pat
 )
 def test_names_of_swept_runs_are_folders_that_differ(overrides, names) -> None:
     sweep = Sweep(("teachers",))
-    placed = [sweep.place({"run": {"output_dir": "out"}}, own)["run"]["output_dir"] for own in overrides]
+    placed = [
+        sweep.place({"run": {"output_dir": "out"}}, run_overrides)["run"]["output_dir"] for run_overrides in overrides
+    ]
     assert len(set(placed)) == 2
     assert all(len(Path(folder).name) <= 120 for folder in placed)
     if names:
@@ -259,7 +261,7 @@ def test_names_of_swept_runs_are_folders_that_differ(overrides, names) -> None:
 
 
 def test_multirun_goes_on_after_a_job_that_fails(tmp_path: Path, monkeypatch) -> None:
-    """The first error is raised at the end, as it is, and no job is lost."""
+    """Bug: a failing job ends the sweep, or its error is lost or wrapped."""
     monkeypatch.chdir(tmp_path)
     done: list[int] = []
 
@@ -343,7 +345,7 @@ def test_multirun_goes_on_after_a_job_that_fails(tmp_path: Path, monkeypatch) ->
     ],
 )
 def test_what_hydra_refuses_is_one_line_of_ours(arguments: list[str], message: str) -> None:
-    """Bug: Hydra's usage of 30 lines for `--lr`, or its several lines about HYDRA_FULL_ERROR."""
+    """Bug: Hydra's 30 lines of usage for `--lr`, or its lines about HYDRA_FULL_ERROR."""
     with pytest.raises(ConfigError, match=message) as caught:
         configured(*arguments)
     assert len(str(caught.value).splitlines()) == 1
@@ -351,7 +353,7 @@ def test_what_hydra_refuses_is_one_line_of_ours(arguments: list[str], message: s
 
 @pytest.mark.parametrize("plus", ["", "++"])
 def test_a_whole_group_is_written_on_the_command_line(plus: str) -> None:
-    """In place of the option that the config names, not merged with it; also where the config names none."""
+    """Catches a group that is merged with the config's option, or refused because the config has none."""
     teachers = "teachers=[{name: a, model: X, type: cross_tokenizer}]"
     config = configured(plus + teachers, "teachers.0.weight=0.3")
     assert [(teacher.model, teacher.weight) for teacher in config.teachers] == [("X", 0.3)]
@@ -364,7 +366,7 @@ def test_a_whole_group_is_written_on_the_command_line(plus: str) -> None:
 
 
 def test_groups_of_a_config_that_builds_on_another_are_swapped(tmp_path: Path) -> None:
-    """Bug: only those that its own defaults list, so the recipe `self_distillation` took no `loss=`."""
+    """Bug: only groups in a file's own defaults could be swapped, so that `self_distillation` took no `loss=`."""
     assert configured("loss=tcad", "--config=self_distillation").loss.type == "tcad"
     for name, base in (("first", "on_policy_demo"), ("second", "first")):
         (tmp_path / f"{name}.yaml").write_text(f"defaults:\n  - {base}\n  - _self_\n")
@@ -377,7 +379,7 @@ def test_groups_of_a_config_that_builds_on_another_are_swapped(tmp_path: Path) -
 
 
 def test_a_base_of_the_users_folder_hides_a_recipe(tmp_path: Path) -> None:
-    """Bug: groups of the recipe count as listed, so that Hydra refuses `loss=`, which no config lists."""
+    """Bug: the hidden recipe's groups count as listed, so that Hydra refuses `loss=`."""
     (tmp_path / "on_policy_demo.yaml").write_text("train: {max_steps: 1}\n")
     (tmp_path / "mine.yaml").write_text("defaults:\n  - on_policy_demo\n  - _self_\n")
     groups = Groups.of(CONFIGS, tmp_path / "mine.yaml")
@@ -385,7 +387,7 @@ def test_a_base_of_the_users_folder_hides_a_recipe(tmp_path: Path) -> None:
 
 
 def test_broken_yaml_is_told_by_its_file_and_line(tmp_path: Path) -> None:
-    """Not by the command line, and not by where the construct began."""
+    """Bug: the error names the command line, or the line at which the construct begins."""
     primary = (CONFIGS / "off_policy_demo.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(primary)
     (tmp_path / "teachers").mkdir()
@@ -399,7 +401,7 @@ def test_broken_yaml_is_told_by_its_file_and_line(tmp_path: Path) -> None:
 
 
 def test_the_environment_is_as_before(monkeypatch) -> None:
-    """HYDRA_FULL_ERROR is the user's; it would otherwise be in the environment of every worker."""
+    """Bug: HYDRA_FULL_ERROR, which belongs to the user, changes and reaches every worker."""
     for value in (None, "0"):
         if value is None:
             monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)

@@ -1,4 +1,4 @@
-"""Every YAML in configs/ composes into valid settings, and the recipes say what they are meant to."""
+"""Every YAML in configs/ composes into valid settings, and the recipes keep their main settings."""
 
 from itertools import product
 
@@ -13,10 +13,10 @@ RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml") if not file.stem.star
 EVALUATIONS = sorted(file.stem for file in CONFIGS.glob("evaluation*.yaml"))
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
 DEMOS = ("off_policy_demo", "on_policy_demo")
-"""What options are tried on."""
+"""Recipes that every option is tried on."""
 ON_POLICY_GROUPS = ("rollout=", "reward=", "environment=", "evaluation=")
 ON_POLICY_OPTIONS = ("loss=dpca", "loss=grpo", "loss=policy_gradient")
-"""What only a run can have whose student samples."""
+"""Losses that need a student that samples."""
 OF_ONE_TOKENIZER = ("loss=same_vocab", "loss=reverse_kl", "loss=jsd", "loss=tcad", "loss=policy_gradient")
 CROSS_TOKENIZER = (
     "demo_multi",
@@ -35,8 +35,8 @@ NEEDED = {
     "reward=function": ["reward.function=package.module:name"],
     "loss=function": ["loss.function=package.module:name"],
 }
-"""What an option needs beside it."""
-OF_A_RECIPE = {
+"""Overrides that an option needs."""
+NEEDED_BY_RECIPE = {
     "off_policy": {
         **{option: ["teachers.0.loss.type=p_kl"] for option in OF_ONE_TOKENIZER},
         "data=arithmetic": ["data.response_key=null"],
@@ -61,7 +61,7 @@ def recipe(name: str) -> str:
 
 
 def test_all_files_are_covered() -> None:
-    """A folder deeper or a `.yml` would be composed by no test here; evaluations have tests of their own."""
+    """Catches a `.yml` or a deeper folder, which no test composes."""
     counted = len(RUNS) + len(EVALUATIONS) + len(OPTIONS)
     assert counted == len([file for file in CONFIGS.rglob("*") if file.is_file() and file.parent != CONFIGS / "schema"])
     assert {DEMO, PRODUCTION} <= set(RUNS)
@@ -72,14 +72,14 @@ def test_a_top_level_file_composes(name: str) -> None:
     compose(config_name=name)
 
 
-@pytest.mark.parametrize(("name", "option"), [each for each in product(DEMOS, OPTIONS) if suits(*each)])
+@pytest.mark.parametrize(("name", "option"), [pair for pair in product(DEMOS, OPTIONS) if suits(*pair)])
 def test_an_option_of_a_group_composes(name: str, option: str) -> None:
-    needed = [*NEEDED.get(option, []), *OF_A_RECIPE[recipe(name)].get(option, [])]
+    needed = [*NEEDED.get(option, []), *NEEDED_BY_RECIPE[recipe(name)].get(option, [])]
     compose(option, *needed, config_name=name)
 
 
 def test_composing_by_steps_is_what_a_command_line_does() -> None:
-    """Bug: tests/composition.py sets keys otherwise than Hydra, and all tests that use it see other settings."""
+    """Bug: tests/composition.py sets keys differently than Hydra, so that its tests see wrong settings."""
     keys = ("loss.temperature=2", "teachers.0.weight=0.5", "train.max_steps=3", "evaluation=null")
     arguments = ("teachers=demo_single", "loss=gold", *keys)
     assert compose(*arguments) == configured(*arguments)
@@ -87,7 +87,7 @@ def test_composing_by_steps_is_what_a_command_line_does() -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resolved_config_says_everything(name: str) -> None:
-    """What a run writes as config.yaml gives the same settings, with no default left out."""
+    """Bug: a run's config.yaml lacks a default, or gives different settings."""
     config = compose("run.output_dir=/runs/a", config_name=name)
     written = yaml.safe_load(to_yaml(config))
 

@@ -1,4 +1,4 @@
-"""Contexts that make no sense, each with the key, the value, the reason and the way out."""
+"""Messages about invalid contexts: key, value, reason and remedy."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ HINT = {"template": "{prompt} {hint}"}
 CHAT = {"messages_key": "messages"}
 
 
-def told(context: dict[str, Any], **sections: Any) -> dict[str, Any]:
+def with_context(context: dict[str, Any], **sections: Any) -> dict[str, Any]:
     return on_policy(teachers=[SAME | {"context": context}], **sections)
 
 
 def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
     context = {"template": "{prompt}\n{{{hint}}}", "system_prompt": "{style}", "gap_every": 5, "contrast": True}
-    config = from_dict(told(context, data=CHAT))
+    config = from_dict(with_context(context, data=CHAT))
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
     assert from_yaml(tmp_path / "config.yaml") == config
@@ -37,18 +37,27 @@ def test_a_template_is_filled_as_python_does() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (told({"template": "{{x}} hello"}), "teachers.0.context.template: '{{x}} hello' names nothing, so the teacher"),
-        (told({}), "teachers.0.context: it does not say what the teacher reads; set template, key or system_prompt"),
-        (told(HINT | {"key": "own"}), "key=own has no effect with template={prompt} {hint}; leave one of the two out"),
-        (told({"template": "{hint"}), "write {{ and }} for braces that are text"),
-        (told({"template": "{}"}), "{} in '{}' is not a field's name; write the name alone, as {solution}"),
-        (told({"template": "{hint:>9}"}), "is not a field's name"),
         (
-            told(HINT | {"contrast": True}),
+            with_context({"template": "{{x}} hello"}),
+            "teachers.0.context.template: '{{x}} hello' names nothing, so the teacher",
+        ),
+        (
+            with_context({}),
+            "teachers.0.context: it does not say what the teacher reads; set template, key or system_prompt",
+        ),
+        (
+            with_context(HINT | {"key": "own"}),
+            "key=own has no effect with template={prompt} {hint}; leave one of the two out",
+        ),
+        (with_context({"template": "{hint"}), "write {{ and }} for braces that are text"),
+        (with_context({"template": "{}"}), "{} in '{}' is not a field's name; write the name alone, as {solution}"),
+        (with_context({"template": "{hint:>9}"}), "is not a field's name"),
+        (
+            with_context(HINT | {"contrast": True}),
             "contrast=true has no effect without gap_every; set teachers.0.context.",
         ),
         (
-            told({"template": "Think. {prompt}", "gap_every": 1, "contrast": True}),
+            with_context({"template": "Think. {prompt}", "gap_every": 1, "contrast": True}),
             "contrast=true: the context names no field of the record, so it is the same for another record",
         ),
         (
@@ -56,19 +65,19 @@ def test_a_template_is_filled_as_python_does() -> None:
             "teachers.0.context: the texts of data.text_key=text have no prompt that a context could replace",
         ),
         (
-            told({"system_prompt": "Think."}),
+            with_context({"system_prompt": "Think."}),
             "teachers.0.context.system_prompt: prompts of data.text_key=text are texts, which have no system message",
         ),
         (
-            told(HINT, data={"train": {"text_files": "/a.txt"}}),
+            with_context(HINT, data={"train": {"text_files": "/a.txt"}}),
             "teachers.0.context.template names the column 'hint', and text_files have none",
         ),
         (
-            told({"template": "{text} {hint}"}),
+            with_context({"template": "{text} {hint}"}),
             "teachers.0.context.template names the column 'text', which data.text_key names too; write {prompt}",
         ),
         (
-            told({"key": "messages"}, data=CHAT),
+            with_context({"key": "messages"}, data=CHAT),
             "teachers.0.context.key names the column 'messages', which data.messages_key names too",
         ),
     ],
@@ -78,6 +87,6 @@ def test_what_makes_no_sense_is_refused(data: dict[str, Any], message: str) -> N
 
 
 def test_a_teacher_with_a_context_has_a_template_of_its_own() -> None:
-    """Bug: refused as without effect, as of a teacher that reads the student's ids."""
-    own = {"context": HINT, "chat_template_kwargs": {"enable_thinking": False}}
-    assert from_dict(on_policy(teachers=[SAME | own], data=CHAT)).teachers[0].context is not None
+    """Bug: the teacher's template settings are refused, as for a teacher that reads the student's ids."""
+    settings = {"context": HINT, "chat_template_kwargs": {"enable_thinking": False}}
+    assert from_dict(on_policy(teachers=[SAME | settings], data=CHAT)).teachers[0].context is not None

@@ -102,25 +102,25 @@ def test_a_setting_without_effect_is_refused(data: dict[str, Any], says: str) ->
 
 
 def test_the_former_divisor_is_taken_with_the_students_tokenizer() -> None:
-    """Bug: config.yaml of an older run is refused for what was the default."""
+    """Bug: config.yaml of an older run is refused for a former default."""
     from_dict(off_policy(teachers=[SAME], loss={"type": "p_kl", "normalizer": "units"}))
 
 
 def test_what_has_an_effect_is_taken() -> None:
-    """A teacher that is asked answers in its own template; a resolved config names all defaults."""
-    asked = on_policy(
+    """Catches a refused template of an evaluated teacher, and a resolved config that is refused for its defaults."""
+    evaluated = on_policy(
         teachers=[SAME | {"chat_template": "/t"}],
         data=CHAT,
         reward={"type": "exact"},
         evaluation={"teachers": True, "teacher_batch_size": 2, "data": {"jsonl_files": "/q.jsonl"}},
     )
-    for data in (asked, on_policy(health={"patience": 2}), changed("loss", {"type": "p_kl", "vocab_topk": 5})):
+    for data in (evaluated, on_policy(health={"patience": 2}), changed("loss", {"type": "p_kl", "vocab_topk": 5})):
         config = from_dict(data)
         assert from_dict(config.model_dump(mode="json")) == config
 
 
 def test_rules_name_settings_of_their_section() -> None:
-    """Bug: a rule about a setting that was renamed."""
+    """Bug: a rule names a setting that was renamed."""
     models = [Settings]
     for model in models:
         models += model.__subclasses__()

@@ -1,4 +1,4 @@
-"""Recipes of other people, which name code that Hydra would run before the first key is checked."""
+"""Recipes of strangers cannot run code through Hydra's own settings."""
 
 import sys
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_an_option_of_a_group_cannot_set_hydra(tmp_path: Path, arguments: list[s
 
 
 def test_the_command_line_can(tmp_path: Path) -> None:
-    """Bug: what the user types counts as the recipe's."""
+    """Bug: the user's own overrides are refused as the recipe's."""
     recipe = written(tmp_path, {"mine.yaml": DEMO})
     assert "tests.config.test_recipes_are_data" in sys.modules
     configured("--config", recipe, f"hydra.callbacks={CALLBACK}")
@@ -71,7 +71,7 @@ def test_the_command_line_can(tmp_path: Path) -> None:
 
 
 def test_a_target_in_a_section_is_an_unknown_key(tmp_path: Path) -> None:
-    """Bug: Hydra's own mark of code is taken as a setting."""
+    """Bug: `_target_`, which Hydra would call, is accepted as a setting."""
     recipe = written(tmp_path, {"mine.yaml": f"{DEMO}student: {{_target_: builtins.print}}\n"})
     with pytest.raises(ConfigError, match=r"student\._target_"):
         configured("--config", recipe)

@@ -1,4 +1,4 @@
-"""Catches a settings page that is behind the settings, and keys that it leaves out."""
+"""Catches an outdated settings page, and keys without an entry."""
 
 from collections.abc import Iterator
 
@@ -25,10 +25,10 @@ def test_the_page_is_that_of_the_settings() -> None:
 
 @pytest.mark.parametrize("model", [RunConfig, EvaluationConfig])
 def test_every_key_is_on_the_page(model: type[BaseModel]) -> None:
-    told = page()
+    text = page()
     sections = set(RunConfig.model_fields)
-    headings = {line.rpartition(".")[2] for line in told.splitlines() if line.startswith("##")}
-    missing = [key for key in all_keys(model) if key not in sections | headings and f"* `{key}`" not in told]
+    headings = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("##")}
+    missing = [key for key in all_keys(model) if key not in sections | headings and f"* `{key}`" not in text]
     assert set(missing) <= {"type"}
 
 
@@ -51,7 +51,7 @@ MODELS = sorted({*every_model(RunConfig), *every_model(EvaluationConfig)}, key=l
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_every_field_and_every_type_has_a_meaning(model: type[BaseModel]) -> None:
-    """Bug: a section, or a type among others, that neither the page nor an editor explains."""
+    """Bug: a section or a type without an explanation on the page and in editors."""
     assert "__doc__" in vars(model), f"write a docstring for {model.__name__}"
     assert model.__doc__
     assert [name for name in model.model_fields if not meaning_of(model, name)] == [], "write a docstring below it"

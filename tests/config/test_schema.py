@@ -1,4 +1,4 @@
-"""Catches schemas that are behind the settings, that refuse what composes, or accept what does not."""
+"""Catches outdated schemas, and schemas that refuse valid configs or accept invalid ones."""
 
 import json
 import re
@@ -26,13 +26,13 @@ def refusals(schema: str, content: Any) -> list[str]:
     by_name = parsed_schemas()
 
     def with_files(node: Any) -> Any:
-        """What editors do: a reference to another file of the folder is resolved."""
+        """Resolve a reference to another file of the folder, as editors do."""
         if isinstance(node, dict) and str(node.get("$ref", "")).startswith("run.json#"):
             return by_name["run.json"]["properties"][node["$ref"].rpartition("/")[2]]
         return node
 
-    whole = by_name["run.json"] if schema not in ("run.json", "evaluation.json") else by_name[schema]
-    root = with_files(by_name[schema]) | {"definitions": whole["definitions"]}
+    owner = by_name["run.json"] if schema not in ("run.json", "evaluation.json") else by_name[schema]
+    root = with_files(by_name[schema]) | {"definitions": owner["definitions"]}
     return [error.message for error in jsonschema.Draft7Validator(root).iter_errors(content)]
 
 
@@ -75,12 +75,12 @@ def test_mistakes_are_refused(schema: str, content: dict[str, Any]) -> None:
     ],
 )
 def test_parts_and_references_are_accepted(schema: str, content: dict[str, Any]) -> None:
-    """Bug: a recipe that leaves a key to its group, or takes one from the environment, is marked as wrong."""
+    """Bug: a recipe is marked as wrong if a key comes from its group or from the environment."""
     assert refusals(schema, content) == []
 
 
 def test_completion_has_meanings() -> None:
-    """Bug: an editor shows names without what they mean."""
+    """Bug: an editor shows names without their meanings."""
     by_name = parsed_schemas()
     definitions = by_name["run.json"]["definitions"] | by_name["evaluation.json"]["definitions"]
     without = [

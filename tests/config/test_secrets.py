@@ -1,4 +1,4 @@
-"""No secret of a configuration is in what a run writes or prints, and the run can be repeated all the same."""
+"""A run neither writes nor prints secrets of its configuration, and can still be repeated."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ STARTED = (
 )
 REFERENCE = "${oc.env:OF_A_TEST}"
 TYPED = tuple(override.replace(VALUE, REFERENCE).replace("PIN_KEY:'1234',", "") for override in STARTED)
-"""The same, as a command line takes them."""
+"""The same overrides with a reference, as a command line accepts them."""
 RUNNING = ("rollout=server", f"rollout.url='https://me:{VALUE}@example.org/v1?api_key={VALUE}&page=2'")
 
 
@@ -72,7 +72,7 @@ def test_config_report_and_trackers_have_none(tmp_path: Path) -> None:
 
 
 def test_other_settings_are_written_as_they_are(tmp_path: Path) -> None:
-    """Bug: columns are named by keys, and tokenizers and their tokens by names that sound like secrets."""
+    """Bug: names with `key` or `token`, such as columns and tokenizers, are masked."""
     config = composed("reward.answer_key=secret_token", "run.name=my_token")
     assert yaml.safe_load(written(config, tmp_path)) == config.model_dump(mode="json")
 
@@ -98,41 +98,41 @@ def test_a_reference_to_the_environment_is_kept_and_repeats_the_run(
 
 
 def test_a_served_teachers_key_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when its settings have been moved, as soon as its tokenizer is known."""
+    """Bug: the key is written after the resolved teacher's settings have moved to `served`."""
     monkeypatch.setenv("THE_KEY", VALUE)
     teacher = {"name": "big", "type": "served", "urls": [f"http://u:{VALUE}@x"], "model": "m"}
-    for key, shown in (("${oc.env:THE_KEY}", "${oc.env:THE_KEY}"), (VALUE, MASK)):
+    for key, expected in (("${oc.env:THE_KEY}", "${oc.env:THE_KEY}"), (VALUE, MASK)):
         resolved = VALID | {"teachers": [teacher | {"api_key": VALUE}]}
         secrets.remember(VALID | {"teachers": [teacher | {"api_key": key}]}, resolved)
         config = from_dict(resolved)
         moved = config.model_copy(update={"teachers": (_settled(config.teachers[0]),)})
-        for each, section in ((config, ()), (moved, ("served",))):
-            text = written(each, tmp_path)
+        for saved_config, section in ((config, ()), (moved, ("served",))):
+            text = written(saved_config, tmp_path)
             assert VALUE not in text
-            found = yaml.safe_load(text)["teachers"][0]
+            saved = yaml.safe_load(text)["teachers"][0]
             for part in section:
-                found = found[part]
-            assert found["api_key"] == shown
-            assert found["urls"] == [f"http://{MASK}@x"]
+                saved = saved[part]
+            assert saved["api_key"] == expected
+            assert saved["urls"] == [f"http://{MASK}@x"]
         secrets._references.clear()
 
 
 def test_an_equal_value_is_not_another_ones_reference() -> None:
-    """Bug: a teacher's model that was written out became the reference of another teacher, and changed with it."""
+    """Bug: a teacher's literal model became another teacher's reference, and changed with it."""
     resolved = {"teachers": [{"model": "folder"}, {"model": "folder"}]}
     secrets.remember({"teachers": [{"model": "${oc.env:OF_A_TEST}"}, {"model": "folder"}]}, resolved)
-    shown = secrets.shown_config(resolved)["teachers"]
-    assert shown == [{"model": "${oc.env:OF_A_TEST}"}, {"model": "folder"}]
+    teachers = secrets.shown_config(resolved)["teachers"]
+    assert teachers == [{"model": "${oc.env:OF_A_TEST}"}, {"model": "folder"}]
 
 
 def test_a_secret_may_be_outside_all_sections() -> None:
-    """Bug: IndexError in place of the message that there is no such key."""
+    """Bug: an IndexError in place of the message about an unknown key."""
     secrets.remember({"api_key": VALUE}, {"api_key": VALUE})
     assert without_secrets(f"api_key={VALUE}") == f"api_key={MASK}"
 
 
 def test_a_secret_under_a_wrong_key_is_masked() -> None:
-    """Bug: the message that there is no such key shows the secret."""
+    """Bug: the message about an unknown key shows the secret."""
     with pytest.raises(ConfigError, match=r"run\.push_to_hub\.token=\*\*\*: there is no such key"):
         composed("+run.push_to_hub={repo:me/model}", f"+run.push_to_hub.token={VALUE}")
     with pytest.raises(ConfigError, match=r"data\.answer_key='solution': there is no such key"):
@@ -147,7 +147,7 @@ def _settled(teacher: Teacher) -> Teacher:
 
 
 def test_a_mask_is_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a run that is continued sends `***` to a server, or starts one with it."""
+    """Bug: a resumed run sends `***` to a server, or starts a server with it."""
     config = composed("rollout=server", f"rollout.environment={{HF_TOKEN:{VALUE}}}")
     written(config, tmp_path)
     again = ("--config", str(tmp_path / "config.yaml"))
@@ -166,7 +166,7 @@ def test_a_mask_is_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_error_lines_have_none(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An address, a server's command line, the end of its log."""
+    """Bug: a secret in a URL, in a server's command line or in its log is printed."""
 
     def failing(config: RunConfig) -> None:
         failure = error(f"https://me:{VALUE}@example.org died (--hf-token {VALUE}, HF_TOKEN={VALUE})")
@@ -176,9 +176,9 @@ def test_error_lines_have_none(
     monkeypatch.setenv("OF_A_TEST", VALUE)
     with command_line(TYPED), pytest.raises(SystemExit):
         main(failing, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
-    said = capsys.readouterr().err
-    assert VALUE not in said
-    assert f"https://{MASK}@example.org died (--hf-token {REFERENCE}, HF_TOKEN={REFERENCE})" in said
+    printed = capsys.readouterr().err
+    assert VALUE not in printed
+    assert f"https://{MASK}@example.org died (--hf-token {REFERENCE}, HF_TOKEN={REFERENCE})" in printed
 
 
 def test_a_refused_value_has_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,10 +187,10 @@ def test_a_refused_value_has_none(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         main(lambda _: None, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
     with command_line((*TYPED, f"rollout.urls=https://me:{REFERENCE}@example.org")), pytest.raises(SystemExit):
         main(lambda _: None, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
-    said = capsys.readouterr().err
-    assert "rollout.concurrency=0" in said
-    assert "rollout.urls" in said
-    assert VALUE not in said
+    printed = capsys.readouterr().err
+    assert "rollout.concurrency=0" in printed
+    assert "rollout.urls" in printed
+    assert VALUE not in printed
 
 
 def test_warnings_and_phases_have_none(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_warnings_and_phases_have_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "masked"),
     [
         ("http://user:pass@host:1/x", f"http://{MASK}@host:1/x"),
         ("http://host/x?access_token=abc&n=1#top", f"http://host/x?access_token={MASK}&n=1#top"),
@@ -223,12 +223,12 @@ def test_warnings_and_phases_have_none(tmp_path: Path) -> None:
         ("(http://localhost:8000):foo@bar", "(http://localhost:8000):foo@bar"),
     ],
 )
-def test_credentials_in_addresses(text: str, shown: str) -> None:
-    assert without_secrets(text) == shown
+def test_credentials_in_addresses(text: str, masked: str) -> None:
+    assert without_secrets(text) == masked
 
 
 @pytest.mark.parametrize(
-    ("arguments", "shown"),
+    ("arguments", "masked"),
     [
         (("--apikey=abcdef12",), (f"--apikey={MASK}",)),
         (("env", "HF_TOKEN=hf_abcdef", "vllm"), ("env", f"HF_TOKEN={MASK}", "vllm")),
@@ -243,30 +243,30 @@ def test_credentials_in_addresses(text: str, shown: str) -> None:
         (("--tokenizer", "gpt2", "--max-num-batched-tokens=8"), ("--tokenizer", "gpt2", "--max-num-batched-tokens=8")),
     ],
 )
-def test_arguments_of_a_server(arguments: tuple[str, ...], shown: tuple[str, ...], tmp_path: Path) -> None:
+def test_arguments_of_a_server(arguments: tuple[str, ...], masked: tuple[str, ...], tmp_path: Path) -> None:
     config = composed("rollout=server", f"rollout.command=[{','.join(map(repr, arguments))}]")
     assert config.rollout.command == arguments
-    assert yaml.safe_load(written(config, tmp_path))["rollout"]["command"] == list(shown)
+    assert yaml.safe_load(written(config, tmp_path))["rollout"]["command"] == list(masked)
     if arguments == ("--apikey=abcdef12",):
         assert without_secrets("no key abcdef12") == f"no key {MASK}"
 
 
 def test_a_variable_in_an_option_is_known_by_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the server's own words about a bad key had it."""
+    """Bug: the server's message about a wrong key shows it."""
     monkeypatch.setenv("OF_A_TEST", VALUE)
     composed("rollout=server", "rollout.options=['--hf-token=${oc.env:OF_A_TEST}']")
     assert without_secrets(f"bad key {VALUE}") == "bad key ${oc.env:OF_A_TEST}"
 
 
 def test_a_literal_secret_beside_a_reference_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the text with the reference was written as it was."""
+    """Bug: a text with a reference was written unmasked."""
     monkeypatch.setenv("OF_A_TEST", "abcdefgh")
     options = {"--hf-token": f"{VALUE}${{oc.env:OF_A_TEST}}", "--token": f"${{oc.env:NOT_THERE,{VALUE}}}"}
     raw = {"rollout": {"options": [word for pair in options.items() for word in pair]}}
     values = [*options, f"{VALUE}abcdefgh", VALUE]
     secrets.remember(raw, {"rollout": {"options": ["--hf-token", values[2], "--token", values[3]]}})
-    shown = secrets.shown_config({"rollout": {"options": ["--hf-token", values[2], "--token", values[3]]}})
-    assert shown["rollout"]["options"] == ["--hf-token", "***${oc.env:OF_A_TEST}", "--token", "***"]
+    masked = secrets.shown_config({"rollout": {"options": ["--hf-token", values[2], "--token", values[3]]}})
+    assert masked["rollout"]["options"] == ["--hf-token", "***${oc.env:OF_A_TEST}", "--token", "***"]
 
 
 def test_references_are_kept_where_validation_changes_the_value(
@@ -282,7 +282,7 @@ def test_references_are_kept_where_validation_changes_the_value(
 
 
 def test_a_default_and_a_path_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: every message with the word `student` had a reference in its place."""
+    """Bug: every message had a reference in the place of the word `student`."""
     monkeypatch.setenv("OF_A_TEST", "/home/somebody/else")
     composed("run.name='${oc.env:NOT_THERE,student}'", "run.output_dir='${oc.env:OF_A_TEST}/run'")
     text = "student.model=/home/somebody/else: there is no such folder"
@@ -294,7 +294,7 @@ def test_a_mask_in_another_place_is_a_text() -> None:
 
 
 def test_a_sweep_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: Hydra's own record of a sweep, and folders named by the value."""
+    """Bug: Hydra's record of a sweep has the secret, and folders are named by it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OF_A_TEST", VALUE)
     folders: list[str] = []
@@ -332,17 +332,17 @@ def test_a_sweep_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_a_command_line_has_none(override: str) -> None:
-    """Bug: other users see it in `ps`, and wandb and Ray's list of jobs show the arguments of the command."""
+    """Bug: other users see the secret in `ps`, in wandb and in Ray's list of jobs."""
     with (
         command_line(("rollout=server", override)),
-        pytest.raises(ConfigError, match=r"a secret on the command line .* write '\$\{oc.env:NAME\}'") as refused,
+        pytest.raises(ConfigError, match=r"a secret on the command line .* write '\$\{oc.env:NAME\}'") as caught,
     ):
         run_with_hydra(lambda _: None, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
-    assert VALUE not in str(refused.value)
+    assert VALUE not in str(caught.value)
 
 
 def test_the_first_word_of_a_shells_command_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: `hf_abcdefgh vllm serve m` was taken for the secret, which then was found nowhere."""
+    """Bug: all of `hf_abcdefgh vllm serve m` counted as the secret, so that the token itself was not masked."""
     composed("rollout=server", "rollout.command=[sh,'-c','HF_TOKEN=hf_abcdefgh vllm serve m']")
     assert without_secrets("token hf_abcdefgh refused") == f"token {MASK} refused"
 

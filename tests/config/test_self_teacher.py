@@ -1,4 +1,4 @@
-"""Settings of teachers with the student's weights: what they have from the student, and what they refuse."""
+"""Settings of teachers with the student's weights: inherited and excluded ones."""
 
 import copy
 import re
@@ -20,7 +20,9 @@ def with_teachers(*teachers: dict[str, Any], **sections: Any) -> dict[str, Any]:
 
 
 def test_a_self_teacher_is_what_the_student_is() -> None:
-    """Bugs: defaults of teachers in place of the student's settings; what is settled later; a template of its own."""
+    """Bugs: a teacher's defaults instead of the student's settings; a lost template of the teacher; the student's
+    settings written into the config.
+    """
     student = {
         "model": "/m",
         "tokenizer": "/t",
@@ -29,9 +31,9 @@ def test_a_self_teacher_is_what_the_student_is() -> None:
         "parallelism": {"tp": 2},
         "chat_template": "/s.jinja",
     }
-    own = {**LIVE, "type": "cross_tokenizer", "chat_template": "/own.jinja"}
+    live = {**LIVE, "type": "cross_tokenizer", "chat_template": "/own.jinja"}
     data = VALID["data"] | {"messages_key": "messages"}
-    config = from_dict(with_teachers(EMA, own, student=student, data=data))
+    config = from_dict(with_teachers(EMA, live, student=student, data=data))
 
     for teacher in config.active_teachers:
         for name in ("model", "tokenizer", "dtype", "attn_implementation", "parallelism", "compile"):
@@ -76,10 +78,10 @@ def test_placements() -> None:
 
 
 def test_a_run_is_another_with_other_weights() -> None:
-    """Bugs: a run of an older version that cannot be continued; one that continues with another decay."""
-    run, other = from_dict(with_teachers(EMA)), from_dict(with_teachers(EMA | {"ema_decay": 0.5}))
+    """Bugs: a run of an older version cannot be resumed; a run resumes with a different decay."""
+    run, changed = from_dict(with_teachers(EMA)), from_dict(with_teachers(EMA | {"ema_decay": 0.5}))
     with pytest.raises(CheckpointError, match=r"teachers\.0\.ema_decay=0\.5, there 0\.99"):
-        require_same_run(identity(run), identity(other), "step_000005")
+        require_same_run(identity(run), identity(changed), "step_000005")
     frozen = identity(from_dict(with_teachers(SAME | {"name": "mean"})))
     new = re.compile(r"teachers\.\d\.(weights|ema_decay|adapters)")
     older = {key: value for key, value in frozen.items() if not new.fullmatch(key)}

@@ -1,4 +1,4 @@
-"""Ways to aggregate teachers that cannot work, each with the key, the value, the reason and the way out."""
+"""Messages about invalid aggregations: key, value, reason and remedy."""
 
 import copy
 from typing import Any
@@ -45,9 +45,8 @@ def test_alpha_needs_scores() -> None:
 
 
 def test_a_key_of_another_aggregation_is_unknown() -> None:
-    assert message_of(changed("aggregation", {"type": "routed", "per": "batch"})) == (
-        "aggregation.per='batch': there is no such key; it belongs to aggregation.type=select_teacher; write this "
-        "type, or leave it out (~aggregation.per)"
+    assert message_of(changed("aggregation", {"type": "routed", "per": "batch"})).startswith(
+        "aggregation.per='batch': there is no such key; it belongs to aggregation.type=select_teacher;"
     )
     assert message_of(changed("aggregation.type", "vote")) == (
         "aggregation.type='vote': choose one of 'weighted_sum', 'averaged_logits', 'select_teacher', 'routed'"
@@ -60,8 +59,8 @@ def test_averaged_logits_need_one_tokenizer_and_one_loss() -> None:
         "aggregation.type=averaged_logits averages the columns of one vocabulary, but teachers.1 (cross) is of type "
         "cross_tokenizer; use aggregation=weighted_sum, or remove that teacher"
     )
-    own = OTHER | {"loss": {"type": "same_vocab"}}
-    assert message_of(with_(averaged, SAME, own)).startswith(
+    with_loss = OTHER | {"loss": {"type": "same_vocab"}}
+    assert message_of(with_(averaged, SAME, with_loss)).startswith(
         "teachers.1.loss.type=same_vocab: aggregation.type=averaged"
     )
     assert from_dict(with_(averaged, SAME, OTHER | {"weight": 0})).aggregation.score is None
@@ -72,7 +71,7 @@ def test_averaged_logits_need_one_tokenizer_and_one_loss() -> None:
     [{"type": "select_teacher"}, {"type": "routed"}, {"type": "weighted_sum", "weights": "bits_per_byte"}],
 )
 def test_compared_teachers_have_a_weight(aggregation: dict[str, Any]) -> None:
-    """A teacher of weight 0 would be given texts, or a share of a softmax, and teach nothing."""
+    """Bug: a teacher of weight 0 gets texts, or a share of the softmax, and teaches nothing."""
     message = message_of(with_(aggregation, CROSS, SAME | {"weight": 0}))
     assert message.startswith("teachers.1.weight=0: aggregation.")
     assert "would give texts to same" in message
@@ -113,12 +112,12 @@ def test_compared_gradients_are_both_there(key: str) -> None:
 
 
 def test_without_kd_nothing_is_routed() -> None:
-    """No teacher is loaded, so no column is needed."""
+    """Bug: a column of routes is required although no teacher is loaded."""
     assert from_dict(with_({"type": "routed"}, loss={"type": "p_kl", "kd_weight": 0})).routing is None
 
 
 def test_what_is_resolved_is_valid(tmp_path: Any) -> None:
-    """Bug: a default that its own rule refuses once it is written out."""
+    """Bug: a rule refuses a default that is written out."""
     for aggregation in ({"type": "weighted_sum"}, {"type": "weighted_sum", "weights": "entropy", "alpha": 3.0}):
         config = from_dict(with_(aggregation))
         (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")

@@ -29,7 +29,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_strings_stand_for_sections(recipe: Path) -> None:
-    """Strings that are not read as sections make the short form invalid, or two teachers get one name."""
+    """Bugs: a string is not accepted as a section; two teachers get the same name."""
     config = compose(recipe)
     assert config.student.model == "HuggingFaceTB/SmolLM2-135M"
     assert [(t.type, t.name) for t in config.teachers] == [("auto", "gemma-3-270m"), ("auto", "gemma-3-270m_2")]
@@ -38,7 +38,7 @@ def test_strings_stand_for_sections(recipe: Path) -> None:
 
 
 def test_a_section_in_place_of_a_list_is_told(recipe: Path) -> None:
-    """Bug: Hydra's words about DictConfig and ListConfig."""
+    """Bug: Hydra's message about DictConfig and ListConfig."""
     with pytest.raises(ConfigError, match=r"^teachers={model:m}: a list, .*; write teachers=\[{model:m}\]$"):
         compose(recipe, ["teachers={model:m}"])
 
@@ -49,7 +49,7 @@ def test_a_teacher_is_not_named_like_the_student() -> None:
 
 
 def test_a_string_in_a_file_means_what_it_means_on_the_command_line(tmp_path: Path) -> None:
-    """`loss: reverse_kl`, an option of the group and not a type, is refused in a file."""
+    """Bug: `loss: reverse_kl`, an option of the group and not a type, is refused in a file."""
     file = tmp_path / "mine.yaml"
     for name in ("reverse_kl", "uld"):
         file.write_text(SHORT.replace("loss: gold", f"loss: {name}"))
@@ -59,7 +59,7 @@ def test_a_string_in_a_file_means_what_it_means_on_the_command_line(tmp_path: Pa
 
 
 def test_an_option_on_the_command_line_replaces_a_string_of_the_file(tmp_path: Path) -> None:
-    """`loss=p_kl` keeps divergence and weights of the option that the file names."""
+    """Bug: `loss=p_kl` keeps divergence and weights of the file's option."""
     file = tmp_path / "mine.yaml"
     file.write_text(SHORT.replace("loss: gold", "loss: reverse_kl"))
     replaced = compose(file, ["loss=p_kl"]).loss
@@ -70,21 +70,21 @@ def test_an_option_on_the_command_line_replaces_a_string_of_the_file(tmp_path: P
 def test_references_are_read_when_their_values_are_known(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`data: ${oc.env:FILE}` is taken for the name of a data set of the hub."""
+    """Bug: the text `${oc.env:FILE}` counts as the name of a dataset on the hub."""
     monkeypatch.setenv("OF_A_TEST", "texts.jsonl")
     recipe.write_text(SHORT.replace("train.jsonl", "${oc.env:OF_A_TEST}"))
     assert compose(recipe).data.train.given == {"jsonl_files": ("texts.jsonl",)}
 
 
 def test_a_section_with_a_default_type_needs_none() -> None:
-    """`loss.kd_weight=0` is refused for a file without `loss`, as the type of the default is lost."""
+    """Bug: `loss.kd_weight=0` is refused for a file without `loss`, as the default's type is lost."""
     settings = {"student": "a", "teachers": ["b"], "data": "c.txt", "train": {"max_steps": 1}}
     config = from_dict(settings | {"loss": {"ce_weight": 0}, "handoff": {"transport": "shared_memory"}})
     assert (config.loss.type, config.loss.ce_weight, config.handoff.type) == ("p_kl", 0, "hidden_states")
 
 
 def test_overrides_reach_into_sections_written_as_strings(recipe: Path) -> None:
-    """An override below a key whose value in the file is a string fails to compose."""
+    """Bug: an override below a key with a string value fails to compose."""
     overrides = ["loss.ce_weight=0", "student.optimizer.lr=1e-4", "teachers.1.weight=0.5", "data.shuffle=false"]
     config = compose(recipe, overrides)
     assert (config.loss.type, config.loss.ce_weight, config.teachers[1].weight) == ("gold", 0, 0.5)
@@ -93,7 +93,7 @@ def test_overrides_reach_into_sections_written_as_strings(recipe: Path) -> None:
 
 @pytest.mark.parametrize("name", ["short", "off_policy_demo"])
 def test_strings_on_the_command_line(recipe: Path, name: str) -> None:
-    """A string on the command line is taken for a file of the group, or keeps the other source of the file."""
+    """Bugs: a string on the command line must be an option of the group; the file's data source stays beside it."""
     source = recipe if name == "short" else name
     overrides = ["loss=uld", "student=a/b", "data=c/d", "teachers=[demo:teacher_same]", "teachers.0.weight=2"]
     config = compose(source, overrides)
@@ -125,13 +125,13 @@ def test_lists_of_files_on_the_command_line(recipe: Path, name: str) -> None:
 
 
 def test_files_of_two_kinds() -> None:
-    """Files of two kinds are read as the kind of the first."""
+    """Bug: files of two kinds are read as the kind of the first."""
     with pytest.raises(ConfigError, match=r"data\.train: a\.jsonl, b\.parquet are not files of one kind"):
         from_dict({"student": "a", "teachers": ["b"], "data": ["a.jsonl", "b.parquet"], "train": {"max_steps": 1}})
 
 
 def test_a_file_of_an_unknown_suffix_is_no_data_set_of_the_hub(tmp_path: Path) -> None:
-    """Bug: the hub is asked for a file of this machine, or the validation file is blamed."""
+    """Bugs: a local file is searched on the hub; the message blames the validation file."""
     (tmp_path / "texts.bin").write_text("{}")
     for name in (tmp_path / "texts.bin", tmp_path / "part*"):
         with pytest.raises(ConfigError, match=r"does not tell its kind; write one of data\.train\.arrow_files="):
@@ -140,7 +140,7 @@ def test_a_file_of_an_unknown_suffix_is_no_data_set_of_the_hub(tmp_path: Path) -
 
 @pytest.mark.parametrize(("column", "expected"), [("messages", "messages"), ("text", None)])
 def test_column_of_conversations(tmp_path: Path, column: str, expected: str | None) -> None:
-    """Conversations need a setting although the file has only their column, or texts are read as conversations."""
+    """Bugs: a file with a messages column alone still needs a setting; texts are read as conversations."""
     file = tmp_path / "train.jsonl"
     text: object = "a" if column == "text" else [{"role": "user", "content": "a"}]
     file.write_text(json.dumps({column: text}) + "\n")

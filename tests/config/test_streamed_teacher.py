@@ -1,4 +1,4 @@
-"""What does not go together with a teacher whose layers come and go."""
+"""Settings that a teacher with offloaded layers excludes."""
 
 import copy
 from typing import Any
@@ -6,10 +6,6 @@ from typing import Any
 import pytest
 
 from tests.config.settings import SAME, VALID, message_of
-
-
-def said_of(teacher: dict[str, Any]) -> str:
-    return message_of(copy.deepcopy(VALID) | {"teachers": [{**SAME, "offload": "layers"} | teacher]})
 
 
 @pytest.mark.parametrize(
@@ -24,5 +20,5 @@ def said_of(teacher: dict[str, Any]) -> str:
     ],
 )
 def test_weights_that_stay_or_are_compiled(teacher: dict[str, Any], says: str) -> None:
-    """Bug: layers are taken away under code, or under gathered weights, that goes on with them."""
-    assert says in said_of(teacher)
+    """Bug: layers move away while compiled code or gathered weights still use them."""
+    assert says in message_of(copy.deepcopy(VALID) | {"teachers": [{**SAME, "offload": "layers"} | teacher]})

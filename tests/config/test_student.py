@@ -1,4 +1,4 @@
-"""What a student's settings exclude, said before anything starts."""
+"""Settings of models that exclude each other, reported before anything starts."""
 
 import pytest
 

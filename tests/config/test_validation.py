@@ -1,4 +1,4 @@
-"""What settings refuse, each with the key as it is typed, the value, the reason and the way out."""
+"""Messages about invalid settings: the key as typed, the value, the reason and the remedy."""
 
 import copy
 import pickle
@@ -38,7 +38,7 @@ def test_settings_are_frozen_all_the_way_down() -> None:
 
 
 def test_settings_that_name_their_own_keys_are_frozen_too() -> None:
-    """Catches a dict that makes the settings unhashable, open to change, or lost on the way to a worker."""
+    """Catches a dict that makes the settings unhashable or mutable, or that pickling loses."""
     config = from_dict(
         changed("teachers.0.roles", {"eos": ["<a>"], "x": ["<b>", "<a>"]})
         | {"student": {"model": "/m", "chat_template_kwargs": {"enable_thinking": False}}}
@@ -61,7 +61,7 @@ def test_tools_need_conversations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typo", "meant"),
+    ("typo", "suggestion"),
     [
         ("trian", "train"),
         ("train.max_step", "train.max_steps"),
@@ -71,8 +71,8 @@ def test_tools_need_conversations() -> None:
         ("data.train.arrow_file", "data.train.arrow_files"),
     ],
 )
-def test_a_typo_is_told_what_was_meant(typo: str, meant: str) -> None:
-    assert message_of(changed(typo, 3)) == f"{typo}=3: there is no such key; did you mean {meant}?"
+def test_a_typo_is_told_what_was_meant(typo: str, suggestion: str) -> None:
+    assert message_of(changed(typo, 3)) == f"{typo}=3: there is no such key; did you mean {suggestion}?"
 
 
 def test_a_strange_key_is_told_what_is_known() -> None:
@@ -82,14 +82,14 @@ def test_a_strange_key_is_told_what_is_known() -> None:
 
 
 def test_a_key_of_the_other_kind_of_teacher_is_told_with_its_kind() -> None:
-    """Suggestions follow the tag: a same-tokenizer teacher has no projection."""
+    """Bug: a suggestion that ignores the teacher's type; same-tokenizer teachers have no projection."""
     message = message_of(changed("teachers.1.projection", "auto"))
     rollout = message_of(changed("rollout", {"type": "hf", "gpus": 2}))
 
-    kinds = "teachers.1.type=auto, cross_tokenizer, cached, served"
-    ways_out = "write this type, or leave it out"
-    assert message == f"teachers.1.projection='auto': there is no such key; it belongs to {kinds}; {ways_out}"
-    reason = f"there is no such key; it belongs to rollout.type=server; {ways_out} (~rollout.gpus)"
+    types = "teachers.1.type=auto, cross_tokenizer, cached, served"
+    remedy = "write this type, or leave it out"
+    assert message == f"teachers.1.projection='auto': there is no such key; it belongs to {types}; {remedy}"
+    reason = f"there is no such key; it belongs to rollout.type=server; {remedy} (~rollout.gpus)"
     assert rollout == f"rollout.gpus=2: {reason}"
 
 
@@ -161,7 +161,7 @@ def test_a_function_in_place_of_a_type() -> None:
 
 
 def test_a_key_that_is_called_like_the_tag() -> None:
-    """Bug: reward.type=function has a key `function`, which every message about another key named."""
+    """Bug: reward.type=function has a key `function`, and messages about other keys named it."""
     reward = {"type": "function", "function": "rewards:mine"}
 
     def refused(**more: object) -> str:
@@ -213,7 +213,7 @@ def test_every_problem_has_a_line() -> None:
     ],
 )
 def test_one_wrong_value_is_one_problem(key: str, value: Any, says: str) -> None:
-    """Every type that a value may have, and the count of the list around it, would add a line."""
+    """Bug: a line for each type of a union, and for the length of the list around the value."""
     message = message_of(changed(key, value))
 
     assert message.startswith(says)
@@ -232,7 +232,7 @@ def test_one_wrong_value_is_one_problem(key: str, value: Any, says: str) -> None
     ],
 )
 def test_an_empty_value_is_called_empty(key: str) -> None:
-    """`key=$UNSET` on a command line: an empty model would be looked for in the current folder."""
+    """Bug: with `key=$UNSET`, the current folder is taken for the model."""
     assert message_of(changed(key, "")).startswith(f"{key}: it is empty; write a value, or leave the key out")
 
 
@@ -251,7 +251,7 @@ def test_steps_or_epochs() -> None:
 
 
 def test_null_is_no_validation() -> None:
-    """Bug: the user has to know that files and limit are to be reset one by one."""
+    """Bug: the user has to reset files and limit one by one."""
     config = from_dict(changed("data.validation", None))
     assert not config.data.validation.given
     assert from_dict(config.model_dump(mode="json")) == config
@@ -283,20 +283,20 @@ def test_cross_tokenizer_teachers_need_a_cross_tokenizer_loss() -> None:
     assert "use loss=p_kl" in shared
     assert message_of(changed("teachers.0.loss", {"type": "same_vocab"})).startswith("teachers.0.loss.type=same_vocab")
 
-    own = changed("loss", {"type": "same_vocab"})
-    own["teachers"][0]["loss"] = {"type": "p_kl"}
-    assert from_dict(own).term(0).type == "p_kl"
+    with_own_loss = changed("loss", {"type": "same_vocab"})
+    with_own_loss["teachers"][0]["loss"] = {"type": "p_kl"}
+    assert from_dict(with_own_loss).term(0).type == "p_kl"
 
 
 def test_truncated_support_needs_top_k() -> None:
-    message = message_of(changed("loss", {"type": "same_vocab", "support": "union"}) | {"teachers": [SAME]})
-    assert message == ("loss.top_k: required with support=union; give the number of tokens per side, such as 256")
-    own = message_of(changed("teachers.1.loss", {"type": "same_vocab", "support": "teacher_topk"}))
-    assert own.startswith("teachers.1.loss.top_k: required with support=teacher_topk")
+    run_message = message_of(changed("loss", {"type": "same_vocab", "support": "union"}) | {"teachers": [SAME]})
+    assert run_message == ("loss.top_k: required with support=union; give the number of tokens per side, such as 256")
+    teacher_message = message_of(changed("teachers.1.loss", {"type": "same_vocab", "support": "teacher_topk"}))
+    assert teacher_message.startswith("teachers.1.loss.top_k: required with support=teacher_topk")
 
 
 def test_a_preset_decides_its_own_settings() -> None:
-    """A value beside it would be ignored."""
+    """Bug: a setting beside the preset is ignored."""
     for preset, setting in (
         ({"compat": "nemo_rl"}, {"coverage_coef": 0.5}),
         ({"compat": "nemo_rl"}, {"merge": "first"}),
@@ -312,7 +312,7 @@ def test_a_preset_decides_its_own_settings() -> None:
 
 
 def test_top_k_needs_a_truncated_support() -> None:
-    """It would be a loss over the whole vocabulary that its author takes for a truncated one."""
+    """Bug: the loss covers the whole vocabulary although the user set top_k."""
     message = message_of(changed("teachers.1.loss", {"type": "same_vocab", "top_k": 64}))
     assert message.startswith("teachers.1.loss.top_k=64 has no effect with support=full; write teachers.1.loss.")
     assert message_of(changed("teachers.1.loss", {"type": "same_vocab", "support": "union", "top_k": 0})).startswith(
@@ -333,14 +333,14 @@ def test_top_k_needs_a_truncated_support() -> None:
     ],
 )
 def test_targets_that_the_other_settings_rule_out(settings: dict[str, Any], message: str) -> None:
-    """Catches a biased target, or a setting that its author takes for one that does something."""
+    """Catches a biased target, and a setting without effect."""
     assert message_of(changed("loss", {"type": "byte_prefix", **settings})).startswith(message)
     accepted = {"positions": "all", "ends": "cover", "divergence": "jsd", "pieces": "spelling"}
     from_dict(changed("loss", {"type": "byte_prefix", **accepted}))
 
 
 def test_a_wrong_support_is_one_problem() -> None:
-    """A rule about two keys has nothing to say while one of them is no valid value."""
+    """Bug: a rule about two keys adds a message although one value is invalid."""
     message = message_of(changed("teachers.1.loss", {"type": "same_vocab", "support": "topk", "top_k": 64}))
     assert message.startswith("teachers.1.loss.support='topk': must be 'full', 'teacher_topk'")
     assert len(message.splitlines()) == 1
@@ -358,7 +358,7 @@ def test_something_is_trained_on() -> None:
 
 
 def test_teachers_that_all_weigh_nothing() -> None:
-    """Bug: they were loaded, and the run was plain cross-entropy."""
+    """Bug: the teachers were loaded, and the run was plain cross-entropy."""
     weightless = changed("loss", {"type": "p_kl"})
     for teacher in weightless["teachers"]:
         teacher["weight"] = 0
@@ -376,7 +376,7 @@ def test_teachers_without_a_say_are_not_loaded() -> None:
 
 
 def test_terms_follow_the_tokenizers() -> None:
-    """A teacher's own term goes first; else the run's, as same_vocab where the vocabularies are equal."""
+    """Catches the run's loss in place of a teacher's, and a wrong translation to same_vocab for equal vocabularies."""
     loss = {"type": "p_kl", "divergence": "jsd", "beta": 0.2, "temperature": 2.0, "coverage_coef": 0.3}
     data = changed("loss", loss)
     config = from_dict(data)
@@ -392,24 +392,24 @@ def test_terms_follow_the_tokenizers() -> None:
 
 
 def test_a_teacher_with_the_students_tokenizer_does_not_take_the_temperature_of_alm() -> None:
-    """Bug: logits divided by 100, the power of alm's likelihoods, and the term multiplied by 10,000."""
+    """Bug: alm's temperature of 100 divided the logits, and multiplied the term by 10,000."""
     assert from_dict(changed("loss", {"type": "alm"})).term(1) == SameVocabTerm()
 
 
 def test_defaults_are_valid() -> None:
-    """A default that its own bounds refuse would show up in no other test."""
+    """Bug: a default violates its own bounds, which no other test notices."""
     assert RunConfig.model_config["validate_default"]
     assert from_dict(from_dict(VALID).model_dump()) == from_dict(VALID)
 
 
 def test_a_seed_that_no_generator_takes() -> None:
-    """Bug: torch's traceback of an overflow, after models have loaded."""
+    """Bug: torch's overflow traceback after the models have loaded."""
     assert "run.seed" in message_of(changed("run.seed", 10**20))
     assert from_dict(changed("run.seed", 2**62)).run.seed == 2**62
 
 
 def test_keys_below_a_users_name_are_known() -> None:
-    """Bug: no suggestion, and a key that cannot be typed, in a named set of questions."""
+    """Bugs: no suggestion for a typo in a named set of questions; the message's key cannot be typed."""
     questions = {"data": {"jsonl_files": "x"}, "reward": {"type": "exact"}}
     message = message_of(changed("evaluation", {"sets": {"a": questions | {"max_new_token": 1}}}))
     assert message.endswith("there is no such key; did you mean evaluation.sets.a.max_new_tokens?")

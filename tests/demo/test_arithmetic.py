@@ -1,4 +1,4 @@
-"""The demo's sums and the models that come with them."""
+"""The demo's sums and the models trained on them."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ from nemo_opd.projection import audit, build_projection
 from tests.composition import CONFIGS
 
 LONGEST = 40
-"""Tokens of a prompt, its response and the end token."""
+"""Limit in tokens of a prompt, its response and the end token."""
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def numbers_of(row: dict[str, str]) -> tuple[int, int]:
-    left, right = re.fullmatch(r"(\d+) \+ (\d+) = \?\n", row["text"]).groups()
-    return int(left), int(right)
+    first, second = re.fullmatch(r"(\d+) \+ (\d+) = \?\n", row["text"]).groups()
+    return int(first), int(second)
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
@@ -49,14 +49,14 @@ def validation(number: int) -> list[Sum]:
 
 
 def greedy_accuracy(name: str, questions: list[Sum], *, worked: bool = False) -> float:
-    """worked: behind the same sum and its right response."""
+    """Return the share of right greedy answers. worked: put the same sum and its right response before the prompt."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model_path(name), padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_path(name), dtype=torch.float32)
     prompts = [question.worked_prompt if worked else question.prompt for question in questions]
-    given = tokenizer(prompts, padding=True, return_tensors="pt")
-    made = model.generate(**given, do_sample=False, max_new_tokens=LONGEST)[:, given["input_ids"].shape[1] :]
-    texts = tokenizer.batch_decode(made, skip_special_tokens=True)
+    inputs = tokenizer(prompts, padding=True, return_tensors="pt")
+    outputs = model.generate(**inputs, do_sample=False, max_new_tokens=LONGEST)[:, inputs["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(outputs, skip_special_tokens=True)
     return sum(text.split()[-1] == question.answer for text, question in zip(texts, questions, strict=True)) / len(
         texts
     )
@@ -77,11 +77,11 @@ def test_a_sum_reads_as_it_is_documented() -> None:
 
 @pytest.mark.parametrize("split", get_args(Split))
 def test_answers_and_every_worked_column_are_right(rows: dict[str, list[dict[str, str]]], split: str) -> None:
-    """Bug: a carry that is lost or made up. Oracle: Python's own sums; the columns' digits, read back as a number."""
+    """Bug: a lost or invented carry. Oracle: Python's sums, and the columns' digits read as a number."""
     for row in rows[split]:
-        left, right = numbers_of(row)
+        first, second = numbers_of(row)
         *columns, last = row["response"].split("; ")
-        assert row["answer"] == last == str(left + right)
+        assert row["answer"] == last == str(first + second)
         totals = [column.split("=") for column in columns]
         assert all(sum(map(int, terms.split("+"))) == int(total) for terms, total in totals)
         assert "".join([total[-1] for _, total in totals[:-1]])[::-1] == last[-2:]
@@ -91,24 +91,24 @@ def test_answers_and_every_worked_column_are_right(rows: dict[str, list[dict[str
 def test_splits_share_no_sum_and_no_mirror_image(rows: dict[str, list[dict[str, str]]]) -> None:
     train, held_out = ({tuple(sorted(numbers_of(row))) for row in rows[split]} for split in ("train", "validation"))
     assert not train & held_out
-    for found in rows.values():
-        assert len({row["text"] for row in found}) == len(found)
+    for split_rows in rows.values():
+        assert len({row["text"] for row in split_rows}) == len(split_rows)
     assert len(rows["train"]) > 16_000
     assert len(rows["validation"]) >= 512
 
 
 def test_sums_are_spread_evenly(rows: dict[str, list[dict[str, str]]]) -> None:
-    """Bug: operands that depend on each other. Of 19,000 draws the mean is off by 260 / √19,000 = 1.9; five such."""
+    """Bug: correlated operands. The mean of 19,000 draws has a standard error of 260 / √19,000 = 1.9; allow five."""
     pairs = [numbers_of(row) for row in rows["train"]]
     assert all(number in OPERANDS for pair in pairs for number in pair)
     for numbers in zip(*pairs, strict=True):
         assert abs(sum(numbers) / len(numbers) - 549.5) < 9.5
-    carrying = sum(left % 10 + right % 10 >= 10 for left, right in pairs) / len(pairs)
+    carrying = sum(first % 10 + second % 10 >= 10 for first, second in pairs) / len(pairs)
     assert abs(carrying - 0.45) < 0.018
 
 
 def test_the_files_are_the_same_wherever_they_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: rows that depend on a seed of the process, or a library's generator. The first rows are written down."""
+    """Bug: rows depend on the process's seed, or on a library's generator. The first rows are fixed."""
     contents = []
     for name in ("one", "other"):
         monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / name))
@@ -125,7 +125,7 @@ def test_an_unknown_split_is_explained() -> None:
 
 @pytest.mark.parametrize("name", ARITHMETIC_MODEL_NAMES)
 def test_a_prompt_is_cut_alike_alone_and_with_its_response(name: str) -> None:
-    """Bug: a token across the border, so that what the student continues is not what the teachers read."""
+    """Bug: a token spans prompt and response, so that the teachers read a different response than the student."""
     tokenizer = tokenizer_of(name)
     for question in validation(200):
         prompt, response = (tokenizer(text)["input_ids"] for text in (question.prompt, question.response))
@@ -134,7 +134,7 @@ def test_a_prompt_is_cut_alike_alone_and_with_its_response(name: str) -> None:
 
 
 def test_teachers_are_right_and_the_student_lets_carries_slip() -> None:
-    """Bug: weights of another tokenizer or recipe, and a gap that leaves nothing to distil."""
+    """Bugs: weights of another tokenizer or recipe; a gap that is too small to distil."""
     questions = validation(64)
     assert greedy_accuracy("arithmetic_teacher", questions) >= 0.98
     assert greedy_accuracy("arithmetic_teacher_cross", questions) >= 0.96
@@ -146,7 +146,7 @@ def test_teachers_are_right_and_the_student_lets_carries_slip() -> None:
 
 
 def test_the_reader_copies_a_worked_sum() -> None:
-    """Bugs: weights of another recipe; a template in the demo's settings that the reader has not learned to read."""
+    """Bugs: weights of another recipe; a template in the demo's settings that the reader was not trained on."""
     (teacher,) = yaml.safe_load((CONFIGS / "teachers" / "arithmetic_self.yaml").read_text())["teachers"]
     question = validation(1)[0]
     written = filled(teacher["context"]["template"], {"prompt": question.prompt, "response": question.response})
@@ -171,10 +171,10 @@ def test_tokenizers_differ_where_they_should() -> None:
 
 
 def test_the_projection_covers_the_digits() -> None:
-    """Bug: a pair for which the audit's advice is another than what the demo's config uses."""
+    """Bug: the audit advises against the settings of the demo's config."""
     ours, theirs = tokenizer_of("arithmetic_student"), tokenizer_of("arithmetic_teacher_cross")
-    found = audit(ours, theirs, build_projection(ours, theirs))
-    assert (found.digits[0].total, found.digits[0].exact) == (10, 10)
+    report = audit(ours, theirs, build_projection(ours, theirs))
+    assert (report.digits[0].total, report.digits[0].exact) == (10, 10)
 
 
 def test_only_the_cross_teacher_has_a_padded_head_and_all_are_small() -> None:

@@ -1,4 +1,4 @@
-"""The demo corpus: what is in it, and that building it twice, or twice at once, gives the same bytes."""
+"""The demo corpus: its content, and that repeated or concurrent builds give the same bytes."""
 
 import multiprocessing
 import os
@@ -42,7 +42,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_both_splits_are_datasets_of_text_and_path(own_cache: Path) -> None:
-    """Bug: a file that `Dataset.from_file` cannot read (Arrow's file format, not its stream), or other columns."""
+    """Bug: `Dataset.from_file` cannot read the file (it needs Arrow's stream format), or finds different columns."""
     for split in SPLITS:
         rows = Dataset.from_file(str(python_sources.arrow_file(split)))
         assert rows.column_names == ["text", "path"]
@@ -50,7 +50,7 @@ def test_both_splits_are_datasets_of_text_and_path(own_cache: Path) -> None:
 
 
 def test_splits_share_no_file_and_have_several(own_cache: Path) -> None:
-    """Bug: a split by document, where validation continues training text."""
+    """Bug: the split is by document, so that validation continues training text."""
     train, validation = (set(Dataset.from_file(str(python_sources.arrow_file(split)))["path"]) for split in SPLITS)
     assert not train & validation
     assert len(validation) >= 5
@@ -59,7 +59,7 @@ def test_splits_share_no_file_and_have_several(own_cache: Path) -> None:
 
 
 def test_every_line_is_in_exactly_one_document(own_cache: Path) -> None:
-    """Bug: a lost or repeated line at a cut. Oracle: the file read as text, cut nowhere."""
+    """Bug: a lost or repeated line at a cut. Oracle: the uncut file."""
     parts: dict[str, list[str]] = {}
     for split in SPLITS:
         for row in rows_of(python_sources.arrow_file(split)):
@@ -72,7 +72,7 @@ def test_every_line_is_in_exactly_one_document(own_cache: Path) -> None:
 
 
 def test_documents_are_about_as_long_as_asked(own_cache: Path) -> None:
-    """Bug: slivers at file ends. A cut moves by less than a line, so a part is off by less than two."""
+    """Bug: very short documents at file ends. A cut moves by less than a line, so a part is off by less than two."""
     for row in rows_of(python_sources.arrow_file("validation")):
         longest_line = max(len(line) for line in row["text"].split("\n")) + 1
         assert len(row["text"]) <= python_sources.DOCUMENT_CHARS + longest_line
@@ -84,7 +84,7 @@ def test_documents_are_about_as_long_as_asked(own_cache: Path) -> None:
     ids=["one character", "one newline", "short lines", "one long line", "long then short", "other separators"],
 )
 def test_cut_keeps_the_text_and_cuts_after_newlines_only(text: str) -> None:
-    """Bug: cuts inside a line, at characters that only Python's `splitlines` takes for line ends, or empty parts."""
+    """Bugs: cuts inside a line, at characters that only Python's `splitlines` counts as line ends; empty parts."""
     parts = python_sources.cut(text)
     assert "".join(parts) == text
     assert all(parts)
@@ -92,7 +92,7 @@ def test_cut_keeps_the_text_and_cuts_after_newlines_only(text: str) -> None:
 
 
 def test_build_is_deterministic_and_skips_what_it_should(tmp_path: Path) -> None:
-    """Bug: bytes that depend on directory order or time; blank, non-UTF-8, test or installed files among the rows."""
+    """Bugs: bytes depend on directory order or time; rows of blank, non-UTF-8, test or installed files."""
     used = {f"package/m{i}.py": b"# line\n" * (i + 1) for i in range(120)}
     unused = {
         "blank.py": b"\n \n",
@@ -109,8 +109,8 @@ def test_build_is_deterministic_and_skips_what_it_should(tmp_path: Path) -> None
         out.mkdir()
         python_sources.build(root, python_sources.source_files(root), out)
     for split in SPLITS:
-        one, other = (tmp_path / f"{name}_out" / f"{split}.arrow" for name in ("forward", "backward"))
-        assert one.read_bytes() == other.read_bytes()
+        first, second = (tmp_path / f"{name}_out" / f"{split}.arrow" for name in ("forward", "backward"))
+        assert first.read_bytes() == second.read_bytes()
     rows = [row for split in SPLITS for row in rows_of(tmp_path / "forward_out" / f"{split}.arrow")]
     assert {row["path"] for row in rows} == set(used)
     assert python_sources.cache_key(python_sources.source_files(forward)) == python_sources.cache_key(
@@ -119,11 +119,11 @@ def test_build_is_deterministic_and_skips_what_it_should(tmp_path: Path) -> None
 
 
 def test_other_sources_have_another_cache_key(tmp_path: Path) -> None:
-    """Bug: an upgraded interpreter that reads the old corpus."""
+    """Bug: an upgraded interpreter reads the old corpus."""
     root = write_library(tmp_path, {"a.py": b"a\n", "b.py": b"b\n"})
-    before = python_sources.cache_key(python_sources.source_files(root))
+    key = python_sources.cache_key(python_sources.source_files(root))
     (root / "b.py").write_bytes(b"bb\n")
-    assert python_sources.cache_key(python_sources.source_files(root)) != before
+    assert python_sources.cache_key(python_sources.source_files(root)) != key
 
 
 def test_an_interpreter_without_sources_is_explained(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def _build_and_read(cache: str, ready: Barrier, results: "Queue[dict[python_sour
 
 @pytest.mark.world
 def test_concurrent_builds_are_complete_and_leave_nothing_behind(tmp_path: Path, own_cache: Path) -> None:
-    """Bug: a reader of a half-written file, or temporary files that stay."""
+    """Bugs: a half-written file is read; temporary files stay."""
     context = multiprocessing.get_context("spawn")
     ready, results = context.Barrier(2), context.Queue()
     builders = [context.Process(target=_build_and_read, args=(str(tmp_path), ready, results)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The shipped demo models: they load as users load them, and are the pair of pairs the demo needs."""
+"""The shipped demo models load as users load them, and form the same- and cross-tokenizer pairs of the demo."""
 
 import sysconfig
 from pathlib import Path
@@ -30,14 +30,14 @@ def test_references() -> None:
 
 
 def test_all_models_stay_under_six_megabytes() -> None:
-    """Bug: fp32 weights, an untied head saved twice, or indented tokenizer files in the package."""
+    """Bugs: fp32 weights, a tied head saved twice, or indented tokenizer files in the package."""
     files = [file for name in MODEL_NAMES for file in model_path(name).rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= 6_000_000
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_model_loads_and_predicts_python(name: str) -> None:
-    """Bug: weights that do not belong to the config or tokenizer. A uniform guess scores log2(V) >= 11 bits a token."""
+    """Bug: weights that do not belong to config or tokenizer. A uniform guess scores log2(V) >= 11 bits a token."""
     torch.set_num_threads(1)
     tokenizer = tokenizer_of(name)
     model = AutoModelForCausalLM.from_pretrained(model_path(name), dtype=torch.float32)
@@ -58,7 +58,7 @@ def test_weights_are_bfloat16_and_tied(name: str) -> None:
 @pytest.mark.parametrize("name", MODEL_NAMES)
 @pytest.mark.parametrize("text", TEXTS, ids=["code", "unicode", "latin-1 range"])
 def test_text_survives_the_tokenizer(name: str, text: str) -> None:
-    """Bug: a normaliser, a prefix space, an unknown token, or special tokens added on their own."""
+    """Bug: a normaliser, a prefix space, an unknown token, or special tokens that are added unasked."""
     tokenizer = tokenizer_of(name)
     ids = tokenizer(text)["input_ids"]
     assert not set(ids) & set(tokenizer.all_special_ids)
@@ -84,7 +84,7 @@ def test_student_and_teacher_same_share_a_tokenizer() -> None:
 
 
 def test_the_cross_teacher_differs_in_digits_vocabulary_and_special_tokens() -> None:
-    """Bug: a cross pair that never exercises the cross-tokenizer code."""
+    """Bug: a cross pair that does not exercise the cross-tokenizer code."""
     student, teacher = tokenizer_of("student"), tokenizer_of("teacher_cross")
     assert [len(student.tokenize(number)) for number in ("100", "12")] == [1, 1]
     assert [len(teacher.tokenize(number)) for number in ("100", "12")] == [3, 2]
@@ -96,7 +96,7 @@ def test_the_cross_teacher_differs_in_digits_vocabulary_and_special_tokens() -> 
 
 
 def test_only_the_cross_teacher_has_a_padded_head() -> None:
-    """Bug: padded columns that no test ever cuts off."""
+    """Bug: no test cuts padded columns off."""
     padding = {
         name: AutoModelForCausalLM.from_pretrained(model_path(name)).config.vocab_size - len(tokenizer_of(name))
         for name in MODEL_NAMES
