@@ -63,7 +63,7 @@ class MuteError(Exception):
         raise ValueError("no words")
 
 
-def test_what_cannot_say_what_it_is() -> None:
+def test_a_value_whose_repr_fails() -> None:
     """Bug: the error of the error's message ended the run instead."""
     assert shown(Mute()) == "Mute"
     assert shown(Leaving()) == "Leaving"
@@ -81,7 +81,7 @@ class Endless:
             pass
 
 
-def test_what_never_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_whose_repr_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the error about a reward that returned such an object never came, and the run hung."""
     monkeypatch.setattr(users_code, "TEXT_S", 0.05)
     assert shown(Endless()) == "Endless"

@@ -1,4 +1,4 @@
-"""The loss benchmark's naive formulations: if they did not compute what ours do, their times would mean nothing."""
+"""The loss benchmark's naive formulations compute the same losses; otherwise their times would be meaningless."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[ModuleType]:
-    """The benchmark's modules import each other as a script's do."""
+    """Yield the benchmark's cases; its modules import each other as scripts do."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
@@ -34,13 +34,13 @@ def logits(shape: tuple[int, int, int], seed: int) -> torch.Tensor:
 
 
 def check(case, student: torch.Tensor, teacher: torch.Tensor) -> None:
-    found = []
+    results = []
     for loss in (case.ours, case.naive):
         leaf = student.clone().requires_grad_()
         value = loss(leaf, teacher)
         (gradient,) = torch.autograd.grad(value, leaf)
-        found.append((value.detach(), gradient))
-    (value, gradient), (naive_value, naive_gradient) = found
+        results.append((value.detach(), gradient))
+    (value, gradient), (naive_value, naive_gradient) = results
     assert torch.isfinite(value)
     torch.testing.assert_close(value, naive_value, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m: f"{case.name}: {m}")
     scale = naive_gradient.abs().max().item()
@@ -79,7 +79,7 @@ def test_cross_tokenizer(cases: ModuleType, temperature: float, swapped: bool) -
 
 
 def test_ways_from_hidden_states(cases: ModuleType) -> None:
-    """Bug: another package is timed on another loss: a sum, other rows, or the divergence with the sides swapped."""
+    """Bug: another package is timed on a different loss: a sum, different rows, or the reverse divergence."""
     third_party, two_heads = sys.modules["losses_third_party"], sys.modules["losses_two_heads"]
     cpu = torch.device("cpu")
     heads = two_heads.Heads.random(9, 50, (12, 16), torch.float32, cpu)

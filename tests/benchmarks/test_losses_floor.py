@@ -1,4 +1,4 @@
-"""How the floor of the losses is measured where there is a GPU, and on which vocabularies."""
+"""The measurement of the losses' floor on a GPU, and its vocabularies."""
 
 import sys
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def floor() -> Iterator[ModuleType]:
 def test_a_gpu_is_timed_by_its_own_clock_and_while_it_is_busy(
     floor: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: milliseconds in which the host plans and the GPU waits count as time of the losses."""
+    """Bug: the losses' time includes milliseconds of planning on the host while the GPU waits."""
     done: list[str] = []
 
     class Event:
@@ -52,7 +52,7 @@ def test_a_gpu_is_timed_by_its_own_clock_and_while_it_is_busy(
 
 
 def test_heads_have_the_columns_of_the_projections_tokenizers() -> None:
-    """Bug: a head of 151,936 rows, whose products are fast, for a tokenizer of 151,669 ids, whose products are not."""
+    """Bug: a padded head of 151,936 rows, which is fast, is measured for a tokenizer of 151,669 ids, which is slow."""
     matrix = ProjectionMatrix(
         np.arange(40, dtype=np.int32)[:, None],
         np.ones((40, 1), np.float32),

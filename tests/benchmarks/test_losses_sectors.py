@@ -1,4 +1,4 @@
-"""Sectors that gathers of pairs read."""
+"""Memory sectors read by gathers of pairs."""
 
 import importlib
 import sys
@@ -31,7 +31,7 @@ def test_a_program_reads_a_sector_once(sectors: ModuleType) -> None:
 
 
 def test_lists_are_read_tile_by_tile(sectors: ModuleType) -> None:
-    """Two short lists share a tile, whose third entries are another round; eight long lists share one too."""
+    """Two short lists share a tile, and their third entries need a second round; eight long lists share a tile, too."""
     short, long = [0, 1, 8], list(range(64))
     entries = [*short, *short, *long, *long]
     begins = np.cumsum([0, 3, 3, 64, 64])

@@ -1,4 +1,4 @@
-"""The quality benchmark's figures, and which runs it takes for whole."""
+"""The quality benchmark's figures, and the runs that it counts as finished."""
 
 import json
 import math
@@ -19,15 +19,15 @@ def test_student_t_equals_the_printed_tables() -> None:
 
 
 def test_interval_of_three_seeds() -> None:
-    """Bugs: the population's deviation, or no division by √n."""
-    found = interval([1.0, 2.0, 3.0])
-    assert found.mean == 2
-    assert found.half_width == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    """Bugs: the population's deviation; no division by √n."""
+    estimate = interval([1.0, 2.0, 3.0])
+    assert estimate.mean == 2
+    assert estimate.half_width == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
     assert interval([1.5]).half_width is None
 
 
 def test_differences_are_paired_by_seed() -> None:
-    """Seeds that differ much, each better by 0.1: a difference without pairs would have a wide interval."""
+    """Bug: a difference without pairs, which has a wide interval here: seeds differ much, but each improves by 0.1."""
     comparison = compare({2: 2.9, 0: 0.9, 1: 1.9}, {0: 1.0, 1: 2.0, 2: 3.0, 3: 50.0})
     assert comparison.difference is not None
     assert comparison.difference.mean == pytest.approx(-0.1)
@@ -89,7 +89,7 @@ folder.mkdir(parents=True)
 
 @pytest.mark.world
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its reason is the log's last line; a half run begins again in an empty folder."""
+    """Catches an error without the log's last line, and an unfinished run that starts in its old folder."""
     example = tmp_path / "example.py"
     example.write_text(WRITES_METRICS)
     monkeypatch.setattr(sys.modules[Runner.__module__], "EXAMPLE", example)

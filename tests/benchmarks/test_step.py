@@ -1,4 +1,4 @@
-"""What the step benchmark counts and writes, and the layouts that the docs show."""
+"""Counts and reports of the step benchmark, and the layouts in the docs."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def step() -> Iterator[dict[str, ModuleType]]:
-    """Its modules by name; they import each other as a script's do."""
+    """Yield the benchmark's modules, keyed by name; they import each other as scripts do."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "docs" / "figures"))
@@ -55,31 +55,31 @@ def step() -> Iterator[dict[str, ModuleType]]:
 
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_timed_products_have_the_flops_of_a_step(step: dict[str, ModuleType], is_trained: bool) -> None:
-    """Bugs: a matrix or a pass is left out of the yardstick or counts twice, so that the ratio says nothing."""
+    """Bug: the yardstick lacks a matrix or a pass, or counts it twice, so that the ratio is meaningless."""
     size = model_size(LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=3))
     work = step["step_flops"].StepWork((300, 212), ((290, 200),), (333,))
     products = step["large_vocabulary"].step_products(size, size, work, is_trained=is_trained)
     flops = work.flops(size, {"teacher": size})
     expected = flops["student"].total * (3 if is_trained else 1) / 3 + flops["teacher"].total
-    # Causal attention has n (n + 1) / 2 scores of n = 200 or more tokens, the yardstick n · n / 2.
+    # Causal attention has n (n + 1) / 2 scores for n >= 200 tokens, the yardstick n · n / 2.
     assert sum(product.flops for product in products) == pytest.approx(expected, rel=1 / 200)
 
 
 def test_a_teachers_head_is_counted_where_it_is_compared(step: dict[str, ModuleType]) -> None:
     size = model_size(LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3))
     work = step["step_flops"].StepWork((10, 8), ((12, 9), (10, 8)), (7, 16))
-    found = work.flops(size, {"cross": size, "same": size})
+    flops_of = work.flops(size, {"cross": size, "same": size})
     head = 32 * 96
-    assert {name: flops.head for name, flops in found.items()} == {
+    assert {name: flops.head for name, flops in flops_of.items()} == {
         "student": 6 * head * 18,
         "cross": 2 * head * 7,
         "same": 2 * head * 16,
     }
-    assert found["cross"].matrices * 18 * 3 == found["student"].matrices * 21
+    assert flops_of["cross"].matrices * 18 * 3 == flops_of["student"].matrices * 21
 
 
 def test_presets_are_the_models_that_they_are_named_for(step: dict[str, ModuleType]) -> None:
-    """The published counts of weights."""
+    """Catches presets without the published number of weights."""
     presets = step["step_models"].PRESETS
     assert model_size(presets["llama_1b"]()).parameters == 1_235_814_400
     assert model_size(presets["llama_3b"]()).parameters == 3_212_749_824
@@ -88,21 +88,21 @@ def test_presets_are_the_models_that_they_are_named_for(step: dict[str, ModuleTy
 
 @pytest.mark.world
 def test_models_are_made_in_a_process_that_ends(step: dict[str, ModuleType], tmp_path: Path) -> None:
-    """Bug: the driver's allocator keeps the memory of models that it has made on the GPU, which no estimate has."""
+    """Bug: models created in the driver leave memory in its GPU allocator, which no estimate includes."""
     models = step["step_models"]
-    wanted = [models.Written("llama_tiny", "demo:student", tmp_path / name) for name in ("student", "same")]
-    before = torch.get_rng_state()  # which making a model would set
-    models.write_apart(wanted, torch.float32, "cpu")
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all((model.folder / "model.safetensors").is_file() for model in wanted)
+    to_write = [models.Written("llama_tiny", "demo:student", tmp_path / name) for name in ("student", "same")]
+    random_state = torch.get_rng_state()  # creating a model would change it
+    models.write_apart(to_write, torch.float32, "cpu")
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all((model.folder / "model.safetensors").is_file() for model in to_write)
 
-    written = (wanted[0].folder / "model.safetensors").stat().st_mtime_ns
-    models.write_apart(wanted, torch.float32, "cpu")
-    assert (wanted[0].folder / "model.safetensors").stat().st_mtime_ns == written
+    written = (to_write[0].folder / "model.safetensors").stat().st_mtime_ns
+    models.write_apart(to_write, torch.float32, "cpu")
+    assert (to_write[0].folder / "model.safetensors").stat().st_mtime_ns == written
 
 
 def test_a_tokenizer_that_is_far_smaller_than_the_head_is_refused(step: dict[str, ModuleType], tmp_path: Path) -> None:
-    """Bug: on a GPU without real tokenizers, heads cut to some thousand columns, whose loss costs next to nothing."""
+    """Bug: without real tokenizers, heads are cut to some thousand columns, and the loss costs almost nothing."""
     models = step["step_models"]
     with pytest.raises(SystemExit, match=r"llama_1b: its head has 128,256 rows .* set NEMO_OPD_TOKENIZERS"):
         models.write_apart([models.Written("llama_1b", "demo:student", tmp_path / "a")], torch.float32, "cpu")
@@ -114,11 +114,11 @@ def test_texts_fill_a_sequence_of_neither_tokenizer_beyond_its_end(step: dict[st
     tokenizers = (byte_level(), sentencepiece())
     text = "\n".join(CORPUS) * 20
     file = models.write_texts(tmp_path / "texts.jsonl", text, tokenizers, count=5, length=length)
-    texts = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
+    texts = [json.loads(row)["text"] for row in file.read_text(encoding="utf-8").splitlines()]
     assert len(set(texts)) == 5
-    for one in texts:
-        lengths = [len(tokenizer.encode(one, add_special_tokens=False)) for tokenizer in tokenizers]
-        # A text that is cut may have a token more at its end, which the room for marks takes.
+    for line in texts:
+        lengths = [len(tokenizer.encode(line, add_special_tokens=False)) for tokenizer in tokenizers]
+        # A cut text may have one more token at its end; the room for marks allows it.
         assert length - 2 * models.MARKS <= max(lengths) <= length
 
 
@@ -162,8 +162,8 @@ def case(step: dict[str, ModuleType], gold: list[float] | None) -> Any:
     )
 
 
-def test_the_report_has_what_was_found(step: dict[str, ModuleType], tmp_path: Path) -> None:
-    """Ratios are of rounds, not of medians; MFU is of all devices, and GOLD's of its one."""
+def test_the_report_has_the_results(step: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Catches ratios of medians instead of rounds, and MFU over the wrong number of devices (GOLD uses one)."""
     report = step["step_report"]
     both = case(step, [4.0, 2.0, 1.0])
     assert both.ratio == 1.0
@@ -184,7 +184,7 @@ def test_the_report_has_what_was_found(step: dict[str, ModuleType], tmp_path: Pa
 def test_the_fullest_moment_of_a_gpu_counts(
     step: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: one reading after the steps, which had less than the student's tensors alone, as caches were given back."""
+    """Bug: a single reading after the steps, when caches are freed, was below the student's tensors."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\necho 5; echo 40; touch {tmp_path}/read; echo 3; exec sleep 60\n")
     tool.chmod(0o755)
@@ -234,7 +234,7 @@ def test_a_wrong_estimate_or_a_low_mfu_is_a_problem(
 def test_an_error_of_the_other_trainer_is_one_line(
     step: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a benchmark that waits for a step of a process that has died, or a table cell of many lines."""
+    """Bugs: the benchmark waits for a process that has died; a table cell has many lines."""
     gold = step["step_gold"]
 
     def fails(*_: object) -> None:
@@ -247,7 +247,7 @@ def test_an_error_of_the_other_trainer_is_one_line(
 
 
 def test_examples_of_the_docs_are_not_refused(step: dict[str, ModuleType]) -> None:
-    """Every layout in docs/scaling.md, by what a dry run would do with it; none may be told to fit that does not."""
+    """Bug: a layout in docs/scaling.md does not fit, as a dry run would say."""
     scaling = step["scaling"]
     page = scaling.PAGE.read_text(encoding="utf-8")
     examples = scaling.documented(page)

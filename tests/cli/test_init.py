@@ -18,7 +18,7 @@ from tests.exit_status import exit_status
     [([], "distil.yaml", nemo_opd.distil), (["--on-policy"], "distil_on_policy.yaml", nemo_opd.distil_on_policy)],
     ids=["off-policy", "on-policy"],
 )
-def test_what_is_written_runs(options: list[str], name: str, run, tmp_path: Path) -> None:
+def test_a_written_configuration_runs(options: list[str], name: str, run, tmp_path: Path) -> None:
     """Bugs: a configuration does not compose; its models and data do not exist."""
     folder = tmp_path / "mine"
     assert exit_status("init", folder, *options) == 0

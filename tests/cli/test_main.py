@@ -83,7 +83,7 @@ for i, line in enumerate(sys.argv[2:]):
 
 
 @pytest.mark.world
-def test_a_shell_is_offered_what_continues_a_line(tmp_path: Path) -> None:
+def test_a_shell_completes_a_line(tmp_path: Path) -> None:
     """Bugs: no completions if a verb's arguments are not in the parser; an exception, which shells do not show."""
     subprocess.run([sys.executable, "-c", COMPLETING, str(tmp_path), *OFFERED], check=True)
     completions = [(tmp_path / str(i)).read_text().split(",") for i in range(len(OFFERED))]

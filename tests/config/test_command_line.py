@@ -204,7 +204,7 @@ def test_an_interruption_ends_a_sweep(tmp_path: Path, monkeypatch) -> None:
     assert caught.value.__notes__ == ["these runs of the sweep were not started: run.seed=3, run.seed=4"]
 
 
-def test_an_error_before_an_interruption_does_not_hide_what_was_not_started(tmp_path: Path, monkeypatch) -> None:
+def test_an_error_before_an_interruption_does_not_hide_the_runs_not_started(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     begun: list[int] = []
 
@@ -228,7 +228,7 @@ def test_a_folder_for_temporary_files_may_have_any_name(tmp_path: Path, monkeypa
     assert list(folder.iterdir()) == []
 
 
-def test_what_fails_after_a_sweep_does_not_hide_the_error_of_a_run(tmp_path: Path, monkeypatch) -> None:
+def test_an_error_after_a_sweep_does_not_hide_the_error_of_a_run(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def fail(*_: object) -> None:
@@ -344,7 +344,7 @@ def test_multirun_goes_on_after_a_job_that_fails(tmp_path: Path, monkeypatch) ->
         (["student.model=${nope}"], r"^student\.model: Interpolation key 'nope' not found"),
     ],
 )
-def test_what_hydra_refuses_is_one_line_of_ours(arguments: list[str], message: str) -> None:
+def test_errors_of_hydra_are_one_line(arguments: list[str], message: str) -> None:
     """Bug: Hydra's 30 lines of usage for `--lr`, or its lines about HYDRA_FULL_ERROR."""
     with pytest.raises(ConfigError, match=message) as caught:
         configured(*arguments)

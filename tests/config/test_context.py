@@ -82,7 +82,7 @@ def test_a_template_is_filled_as_python_does() -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(data: dict[str, Any], message: str) -> None:
+def test_invalid_contexts_are_refused(data: dict[str, Any], message: str) -> None:
     assert message in message_of(data)
 
 

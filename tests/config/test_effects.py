@@ -106,7 +106,7 @@ def test_the_former_divisor_is_taken_with_the_students_tokenizer() -> None:
     from_dict(off_policy(teachers=[SAME], loss={"type": "p_kl", "normalizer": "units"}))
 
 
-def test_what_has_an_effect_is_taken() -> None:
+def test_a_setting_with_an_effect_is_accepted() -> None:
     """Catches a refused template of an evaluated teacher, and a resolved config that is refused for its defaults."""
     evaluated = on_policy(
         teachers=[SAME | {"chat_template": "/t"}],

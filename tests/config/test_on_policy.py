@@ -23,7 +23,7 @@ def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
     assert confidence_alphas(config) == [1.0]
 
 
-def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
+def test_teachers_do_not_work_ahead_of_sampling() -> None:
     """Bug: a batch is sampled ahead with weights that are older than rollout.staleness allows."""
     separate = {"cluster": {"placement": "separate"}}
     assert from_dict(VALID | separate).teachers_work_ahead
@@ -128,7 +128,7 @@ def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
         ({"loss": {"type": "same_vocab", "importance_cap": 2.0}}, "loss.importance_cap"),
     ],
 )
-def test_what_cannot_work_is_refused(sections: dict[str, Any], message: str) -> None:
+def test_conflicting_settings_are_refused(sections: dict[str, Any], message: str) -> None:
     assert message_of(on_policy(**sections)).startswith(message)
 
 
@@ -158,7 +158,7 @@ def test_sampled_kl_is_for_teachers_of_either_kind() -> None:
 
 
 @pytest.mark.parametrize("loss", [{"type": "same_vocab"}, {"type": "sampled_kl"}])
-def test_what_engines_can_say_is_allowed(loss: dict[str, Any]) -> None:
+def test_sampling_settings_of_engines_are_allowed(loss: dict[str, Any]) -> None:
     """Catches a refused temperature, and refused top_p for SGLang with a loss without probability ratios."""
     cuts = {"top_p": 0.9} if loss["type"] == "same_vocab" else {}
 

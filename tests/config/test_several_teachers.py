@@ -116,7 +116,7 @@ def test_without_kd_nothing_is_routed() -> None:
     assert from_dict(with_({"type": "routed"}, loss={"type": "p_kl", "kd_weight": 0})).routing is None
 
 
-def test_what_is_resolved_is_valid(tmp_path: Any) -> None:
+def test_a_resolved_config_is_valid(tmp_path: Any) -> None:
     """Bug: a rule refuses a default that is written out."""
     for aggregation in ({"type": "weighted_sum"}, {"type": "weighted_sum", "weights": "entropy", "alpha": 3.0}):
         config = from_dict(with_(aggregation))

@@ -67,9 +67,7 @@ def test_an_option_on_the_command_line_replaces_a_string_of_the_file(tmp_path: P
     assert replaced == compose(file, ["loss=p_kl"]).loss
 
 
-def test_references_are_read_when_their_values_are_known(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_references_are_resolved_first(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the text `${oc.env:FILE}` counts as the name of a dataset on the hub."""
     monkeypatch.setenv("OF_A_TEST", "texts.jsonl")
     recipe.write_text(SHORT.replace("train.jsonl", "${oc.env:OF_A_TEST}"))

@@ -71,11 +71,11 @@ def test_tools_need_conversations() -> None:
         ("data.train.arrow_file", "data.train.arrow_files"),
     ],
 )
-def test_a_typo_is_told_what_was_meant(typo: str, suggestion: str) -> None:
+def test_a_typo_gets_a_suggestion(typo: str, suggestion: str) -> None:
     assert message_of(changed(typo, 3)) == f"{typo}=3: there is no such key; did you mean {suggestion}?"
 
 
-def test_a_strange_key_is_told_what_is_known() -> None:
+def test_a_strange_key_lists_the_known_keys() -> None:
     message = message_of(changed("handoff", {"type": "logits", "zzz": 1}))
 
     assert message == "handoff.zzz=1: there is no such key; known here: transport, type"

@@ -122,7 +122,7 @@ def test_samples_are_those_of_the_whole_text(family: str, text: str, length: int
             assert bounded == flat(make(text))
 
 
-def test_what_is_read_does_not_grow_with_the_text() -> None:
+def test_the_read_part_does_not_grow_with_the_text() -> None:
     """Bug: a text of 30 MB is tokenized completely for its first 50 tokens."""
     sides = encoder("byte_level"), [encoder("sentencepiece")]
     for atom in ("The quick brown fox jumps over the lazy dog. ", "A", "東京"):

@@ -48,7 +48,7 @@ def spelled(tokenizer: Any, tokens: Tokens, mask: np.ndarray) -> bytes:
     )
 
 
-def test_only_what_the_assistant_says_is_learned(tokenizers: tuple[Any, Any]) -> None:
+def test_only_the_assistants_messages_are_learned(tokenizers: tuple[Any, Any]) -> None:
     sample = make(tokenizers)
     sides = ((sample.student, "<|eot_id|>"), (sample.teachers[0].tokens, "<|im_end|>"))
     for tokenizer, (tokens, end) in zip(tokenizers, sides, strict=True):

@@ -103,7 +103,7 @@ def test_samples_are_those_of_the_whole_conversation(family: str, conversation: 
 
 
 @pytest.mark.tokenizers
-def test_what_follows_is_not_aligned() -> None:
+def test_text_after_the_cut_is_not_aligned() -> None:
     """Bug: if the student's tokenizer rewrites a text, tokens after the cut changed the compared tokens."""
     rewritten = user("the fox a" + "\u0301" * 100 + "the fox " * 500)
     assert_same(maker("qwen3", ["llama3_1"], 17), Conversation([rewritten, assistant("no")]))
@@ -119,7 +119,7 @@ def test_small_tokenizers(family: str, contents: list[str], length: int) -> None
 
 
 @pytest.mark.parametrize("number", [1, 500])
-def test_what_is_tokenized_does_not_grow_with_the_conversation(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenized_part_does_not_grow_with_the_conversation(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a conversation of 30 MB was tokenized completely, which took a minute."""
     read: list[int] = []
 

@@ -354,7 +354,7 @@ def test_a_damaged_description_of_a_conversion_is_no_fault_of_the_file(
     assert f"{info} is damaged; its data is converted again" in caplog.text
 
 
-def test_what_another_process_is_converting_is_left_alone(tmp_path: Path) -> None:
+def test_conversions_of_another_process_stay(tmp_path: Path) -> None:
     being_made = Path(datasets.config.HF_DATASETS_CACHE) / "json" / "a" / "0.0.0.incomplete"
     unreadable = being_made.with_name("b") / "dataset_info.json"
     for folder in (being_made, unreadable):

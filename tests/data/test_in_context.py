@@ -229,7 +229,7 @@ def test_a_conversation_that_the_assistant_begins() -> None:
     assert student.decode(sample.student.ids[cross.chunks.compared[0] >= 0]) == "".join(answers)
 
 
-def test_of_a_conversation_without_a_response_nothing_is_learned() -> None:
+def test_nothing_is_learned_from_a_conversation_without_a_response() -> None:
     """Bug: the student learned the greeting from a teacher that read it without the context."""
     _, _, sample = chat_made(talk=[{"role": "assistant", "content": "Hello."}, TALK[0]], system_prompt="Say {hint}.")
     same, cross = sample.teachers
@@ -293,7 +293,7 @@ def test_the_same_response_without_the_context_and_with_another() -> None:
     assert cross.variants[0].ids.tolist() == read(plain.teachers[1])
 
 
-def test_what_is_stored_and_collated_is_what_was_made() -> None:
+def test_stored_and_collated_samples_equal_the_original() -> None:
     """Bugs: the cache or a batch lacks a field; positions in the batch are shifted differently than in the sample."""
     _, _, sample = chat_made(template="{prompt} {hint}", gap_every=1, contrast=True)
     (again,) = decoded(encoded([sample]))

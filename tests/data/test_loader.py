@@ -293,7 +293,7 @@ def test_batch_larger_than_the_data() -> None:
     assert [len(batch) for batch in numbers(train_loader(batch_size=100), 2)] == [7, 7]
 
 
-def test_the_order_is_reached_without_reading_what_is_before() -> None:
+def test_the_order_is_reached_without_reading_earlier_batches() -> None:
     order = BatchOrder(num_documents=10, batch_size=4, seed=0, shuffle=True)
     assert list(islice(order.starting_at(3 * 10**6), 3)) == list(islice(order.starting_at(3 * 10**6), 3))
     assert sorted(i for batch in islice(order.starting_at(3 * 10**6), 3) for i in batch) == list(range(10))

@@ -91,7 +91,7 @@ def test_a_teachers_token_across_the_prompts_end_is_not_learned() -> None:
 
 @given(st.lists(st.integers(0, PIECES.vocab_size - 1), min_size=1, max_size=25))
 @settings(max_examples=60)
-def test_whatever_was_sampled_is_a_sample(ids: list[int]) -> None:
+def test_any_sampled_ids_are_a_sample(ids: list[int]) -> None:
     """Catches invalid UTF-8 and special tokens that break samples, and chunks with different bytes on the two sides."""
     for teacher in (TEACHER, sentencepiece()):
         sample = text_maker(teacher)(collected(ids, "length"))

@@ -98,9 +98,7 @@ def test_aime_is_read_from_all_its_copies(tmp_path: Path, prepare: Any, row: dic
     assert question.get("solution") == (row.get("Solution") or row.get("solution"))
 
 
-def test_of_a_file_of_several_years_one_is_taken(
-    tmp_path: Path, prepare: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_year_of_a_file_is_selected(tmp_path: Path, prepare: Any, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"problem": f"P{year}", "answer": "1", "url": f"https://x.org/{year}_AIME_II_Problems/Problem_1"}
         for year in (2022, 2024, 2025)
@@ -115,7 +113,7 @@ def test_of_a_file_of_several_years_one_is_taken(
     assert "warning: aime_2025 has 30 questions" in capsys.readouterr().out
 
 
-def test_math_500_keeps_what_it_knows(tmp_path: Path, prepare: Any) -> None:
+def test_math_500_keeps_its_other_columns(tmp_path: Path, prepare: Any) -> None:
     row = {
         "problem": "P",
         "solution": "S",
@@ -163,7 +161,7 @@ def test_gsm8k_has_its_answer_behind_the_solution(tmp_path: Path, prepare: Any) 
         ("gsm8k", [{"question": "Q", "answer": "42"}], "does not end with a line `#### NUMBER`"),
     ],
 )
-def test_what_is_wrong_is_named_and_nothing_is_written(
+def test_a_wrong_row_is_named_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, rows: list[dict[str, Any]], message: str
 ) -> None:
     file, target = written(tmp_path / "a.jsonl", rows), tmp_path / "made" / "out.parquet"

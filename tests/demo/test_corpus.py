@@ -91,7 +91,7 @@ def test_cut_keeps_the_text_and_cuts_after_newlines_only(text: str) -> None:
     assert all(part.endswith("\n") for part in parts[:-1])
 
 
-def test_build_is_deterministic_and_skips_what_it_should(tmp_path: Path) -> None:
+def test_build_is_deterministic_and_skips_unsuitable_files(tmp_path: Path) -> None:
     """Bugs: bytes depend on directory order or time; rows of blank, non-UTF-8, test or installed files."""
     used = {f"package/m{i}.py": b"# line\n" * (i + 1) for i in range(120)}
     unused = {

@@ -1,4 +1,4 @@
-"""Catches a stand-alone evaluation whose files, figures or settings are not what the command line says."""
+"""Catches stand-alone evaluations with files, figures or settings that contradict the command line."""
 
 import json
 import re
@@ -20,12 +20,12 @@ from tests.exit_status import exit_status
 
 
 def compose(*arguments: str, config_name: str = "evaluation") -> EvaluationConfig:
-    found: list[EvaluationConfig] = []
+    configs: list[EvaluationConfig] = []
     with command_line(arguments):
         run_with_hydra(
-            found.append, EvaluationConfig, config_dir=CONFIGS, config_name=config_name, prepare=evaluation_settings
+            configs.append, EvaluationConfig, config_dir=CONFIGS, config_name=config_name, prepare=evaluation_settings
         )
-    return found[0]
+    return configs[0]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def questions(tmp_path: Path) -> Path:
     return file
 
 
-def own(questions: Path) -> tuple[str, ...]:
+def small_evaluation(questions: Path) -> tuple[str, ...]:
     return ("model=demo:student", f"data.jsonl_files={questions}", "data.messages_key=null", "reward=numeric")
 
 
@@ -55,7 +55,7 @@ def own(questions: Path) -> tuple[str, ...]:
 def test_the_columns_of_questions_are_found_out(
     tmp_path: Path, columns: list[str], named: list[str], read: tuple[object, ...]
 ) -> None:
-    """Bug: `data=FILE reward=numeric`, as the command itself prints it, asks for `messages` whatever the file has."""
+    """Bug: `data=FILE reward=numeric`, as the command prints it, requires `messages` whatever the file has."""
     (tmp_path / "q.jsonl").write_text(json.dumps(dict.fromkeys(columns, "1")))
     data = compose("model=demo:student", f"data={tmp_path}/q.jsonl", "reward=numeric", *named).data
     assert (data.text_key, data.messages_key, data.prompt_key) == read
@@ -73,16 +73,21 @@ def test_the_columns_of_questions_are_found_out(
 def test_questions_that_cannot_be_read_are_told_how(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], columns: list[str], says: str
 ) -> None:
-    """Bug: the advice `data.completion_key=answer`, which is not a setting of an evaluation."""
+    """Bug: the remedy is `data.completion_key=answer`, which evaluations do not have."""
     (tmp_path / "q.jsonl").write_text(json.dumps(dict.fromkeys(columns, "1")))
     assert exit_status("evaluate", "model=demo:student", f"data={tmp_path}/q.jsonl", "reward=numeric") == 1
     assert says in capsys.readouterr().err
 
 
-def test_an_evaluation_writes_what_it_found(questions: Path, tmp_path: Path) -> None:
+def test_an_evaluation_writes_its_results(questions: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     config = compose(
-        *own(questions), "n=2", "k=[1,2]", "max_new_tokens=4", "max_prompt_length=40", f"output_dir={folder}"
+        *small_evaluation(questions),
+        "n=2",
+        "k=[1,2]",
+        "max_new_tokens=4",
+        "max_prompt_length=40",
+        f"output_dir={folder}",
     )
     console = Console(record=True, width=100)
     result = evaluate(config, console)[""]
@@ -91,10 +96,10 @@ def test_an_evaluation_writes_what_it_found(questions: Path, tmp_path: Path) -> 
 
     assert (results["num_questions"], results["num_dropped"]) == (3, 1)
     assert list(results["estimates"]) == ["pass@1", "pass@2", "maj@2", "mean@2", "greedy"]
-    assert [(one.question, one.kind, one.sample) for one in answers] == [
+    assert [(answer.question, answer.kind, answer.sample) for answer in answers] == [
         (i, *place) for i in range(3) for place in (("greedy", 0), ("sampled", 0), ("sampled", 1))
     ]
-    assert all(one.num_tokens <= 4 for one in answers)
+    assert all(answer.num_tokens <= 4 for answer in answers)
     assert "pass@2" in console.export_text()
 
     again = validated(yaml.safe_load((folder / "config.yaml").read_text()), EvaluationConfig)
@@ -106,17 +111,20 @@ def test_an_evaluation_writes_what_it_found(questions: Path, tmp_path: Path) -> 
 def test_programs_get_the_results_alone_on_stdout(
     questions: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Bug: a program reads the table, or finds no folder."""
+    """Bug: stdout has the table, or lacks the folder."""
     folder = tmp_path / "out"
     options = ("n=1", "k=[1]", "max_new_tokens=2", "max_prompt_length=40", f"output_dir={folder}")
-    assert exit_status("evaluate", *own(questions), *options, "cluster.launcher=local", "--json", "--quiet") == 0
+    assert (
+        exit_status("evaluate", *small_evaluation(questions), *options, "cluster.launcher=local", "--json", "--quiet")
+        == 0
+    )
     output = capfd.readouterr()
     assert json.loads(output.out) == {"output_dir": str(folder)} | json.loads((folder / "results.json").read_text())
     assert "pass@1" not in output.err
 
 
 def test_questions_that_are_all_too_long_are_an_error(questions: Path, tmp_path: Path) -> None:
-    config = compose(*own(questions), "max_prompt_length=1", f"output_dir={tmp_path / 'out'}")
+    config = compose(*small_evaluation(questions), "max_prompt_length=1", f"output_dir={tmp_path / 'out'}")
 
     with pytest.raises(DataError, match=r"^data: none of 4 prompts has 1 tokens or less; .* max_prompt_length=1; "):
         evaluate(config)
@@ -124,7 +132,7 @@ def test_questions_that_are_all_too_long_are_an_error(questions: Path, tmp_path:
 
 
 def test_a_run_is_not_overwritten(questions: Path, tmp_path: Path) -> None:
-    """Bug: config.yaml of the run was the evaluation's, so that its report had no results."""
+    """Bug: the evaluation overwrote the run's config.yaml, so that the run's report had no results."""
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigError, match=f"output_dir={tmp_path} holds a run.*such as {tmp_path}/evaluation"):
         evaluate(compose("model=demo:student", f"data={questions}", "reward=numeric", f"output_dir={tmp_path}"))
@@ -135,7 +143,7 @@ def test_an_answer_that_the_reward_cannot_read_is_named(questions: Path, tmp_pat
         file.write('{"text": "Q", "answer": null}\n')
 
     with pytest.raises(DataError, match=r"row 4 .*column 'answer': there is no answer"):
-        evaluate(compose(*own(questions), f"output_dir={tmp_path / 'out'}"))
+        evaluate(compose(*small_evaluation(questions), f"output_dir={tmp_path / 'out'}"))
 
 
 def test_the_demo_needs_no_arguments() -> None:
@@ -178,7 +186,7 @@ def test_settings_that_cannot_work_are_told(arguments: tuple[str, ...], message:
 
 @pytest.mark.parametrize("column", ["text_key=prompt", "prompt_key=[prompt]"])
 def test_a_named_column_replaces_the_recipes(column: str, tmp_path: Path) -> None:
-    """Catches a way out of the message on a missing column that is refused beside the recipe's column."""
+    """Bug: the remedy for a missing column is refused beside the recipe's column."""
     file = tmp_path / "questions.jsonl"
     file.write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
     questions = ("model=demo:student", f"data.jsonl_files={file}", "reward=numeric")
@@ -202,19 +210,19 @@ def test_files_of_the_user_take_the_place_of_the_demos() -> None:
 
 
 def test_sets_and_benchmarks_have_their_own_figures(questions: Path, tmp_path: Path) -> None:
-    """Bug: figures of one set under the name of another, or likelihoods of another model than the one that answers."""
+    """Bugs: figures under the wrong set; likelihoods of a different model than the answers."""
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     source = f"data:{{jsonl_files:{questions},text_key:text,max_samples:3}}"
     sets = f"sets={{sums:{{{source},n:1}},boxes:{{{source},reward:{{type:format,extract:{{type:boxed}}}}}}}}"
     more = ("benchmarks=[{task:next_line,limit:8}]", "task_folder=demo:tasks", f"output_dir={tmp_path / 'out'}")
     config = compose("model=demo:student", "reward=numeric", "n=2", "max_new_tokens=4", sets, *more)
     console = Console(record=True, width=100)
-    found = evaluate(config, console)
+    set_results = evaluate(config, console)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
 
-    assert {name: each["n"] for name, each in results["sets"].items()} == {"sums": 1, "boxes": 2}
-    assert "maj@2" not in found["boxes"].estimates
+    assert {name: values["n"] for name, values in results["sets"].items()} == {"sums": 1, "boxes": 2}
+    assert "maj@2" not in set_results["boxes"].estimates
     assert results["benchmarks"]["next_line"]["num_questions"] == 8
     assert 0 <= results["benchmarks"]["next_line"]["estimates"]["acc"]["value"] <= 1
-    assert {one.set for one in SampleLog(tmp_path / "out" / "samples.jsonl").read()} == {"sums", "boxes"}
+    assert {answer.set for answer in SampleLog(tmp_path / "out" / "samples.jsonl").read()} == {"sums", "boxes"}
     assert "next_line: 8 questions" in console.export_text()

@@ -1,4 +1,4 @@
-"""A run that never happened: its facts, records and closing table."""
+"""Summary, records and closing table of an invented run."""
 
 from pathlib import Path
 

@@ -19,7 +19,7 @@ END = values(9, None, [0.25, 0.75, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0])
 
 
 def test_difficulty_is_that_at_the_start() -> None:
-    """Bugs: levels by the last evaluation, a third on the wrong side, a teacher's answers as the student's."""
+    """Bugs: levels by the last evaluation; exactly a third on the wrong side; a teacher's answers as the student's."""
     difficulty, _ = answer_tables([START, TEACHER, MIDDLE, END])
     assert difficulty.title == "Questions of sums, pass@1 by difficulty"
     assert list(difficulty.heads) == ["", "questions", "before", "after step 9", "teacher big"]
@@ -32,9 +32,9 @@ def test_difficulty_is_that_at_the_start() -> None:
 
 
 def test_a_column_says_how_difficult_questions_are() -> None:
-    """Bugs: a level's questions of one evaluation only, levels in the order of texts."""
+    """Bugs: levels have questions of one evaluation only; levels are sorted as texts."""
     levels = ("level 10", "level 2", "level 2", "level 1")
-    tables = answer_tables([replace(each, levels=levels) for each in (START, TEACHER, END)])
+    tables = answer_tables([replace(values, levels=levels) for values in (START, TEACHER, END)])
     assert [table.title.rpartition(",")[2] for table in tables][:2] == [" pass@1 by difficulty", " pass@1 by level"]
     assert [list(row) for row in tables[1].rows] == [
         ["level 1", "1", "75.0 %", "0.0 %", "50.0 %"],
@@ -45,11 +45,11 @@ def test_a_column_says_how_difficult_questions_are() -> None:
 
 def test_many_levels_are_told_together() -> None:
     rows = tuple(f"{i}:x" for i in range(31))
-    own = [
+    evaluations = [
         QuestionValues(step, "", None, rows, {"pass@1": (1.0,) * 31}, levels=(*map(str, range(30)), "7"))
         for step in (0, 1)
     ]
-    by_level = answer_tables(own)[1]
+    by_level = answer_tables(evaluations)[1]
     assert [row[1] for row in by_level.rows if row[0] in ("7", "others")] == ["2", "10"]
 
 

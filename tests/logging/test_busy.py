@@ -1,4 +1,4 @@
-"""Catches silence outside a terminal, lines after the end, and a thread that outlives the work it reports."""
+"""Catches silence outside a terminal, lines after the end, and a thread that outlives its work."""
 
 import io
 import time
@@ -20,19 +20,19 @@ from tests.waiting import wait_until
 
 @pytest.fixture(autouse=True)
 def nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that another test keeps holds the loops that it left, and their work."""
+    """Forget the work of other tests: a stored exception keeps its frames, and so their loops, alive."""
     monkeypatch.setattr(progress, "_under_way", [])
 
 
 def test_a_ticker_prints_until_it_is_closed() -> None:
-    shown: list[int] = []
-    with Ticker(lambda: shown.append(1), 0.01) as ticker:
-        wait_until(lambda: len(shown) >= 3, "third line", every_s=0.01)
+    ticks: list[int] = []
+    with Ticker(lambda: ticks.append(1), 0.01) as ticker:
+        wait_until(lambda: len(ticks) >= 3, "third line", every_s=0.01)
     assert not ticker._thread.is_alive()
 
 
 def test_a_closed_pipe_ends_a_ticker_and_is_raised_to_the_caller() -> None:
-    """Bug: a traceback of a thread in the middle of a run's output; or no error where all output has ended."""
+    """Bugs: a thread's traceback within a run's output; no error although stdout is closed."""
 
     def fail() -> None:
         raise BrokenPipeError
@@ -45,17 +45,17 @@ def test_a_closed_pipe_ends_a_ticker_and_is_raised_to_the_caller() -> None:
 
 
 def test_other_output_restarts_the_interval() -> None:
-    shown: list[int] = []
-    with Ticker(lambda: shown.append(1), 3600) as ticker:
+    ticks: list[int] = []
+    with Ticker(lambda: ticks.append(1), 3600) as ticker:
         ticker._due = 0.0
         ticker.touch()
         assert ticker._due > time.monotonic() + 3000
-    assert shown == []
+    assert ticks == []
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ConsoleLogger, io.StringIO]]:
-    """A logger outside a terminal that prints the work under way every hundredth of a second."""
+    """Yield a logger outside a terminal that prints the current work every 10 ms."""
     monkeypatch.setattr(console_module, "SILENCE_S", 0.01)
     output = io.StringIO()
     logger = ConsoleLogger(ConsoleSettings(interval_s=0), Console(file=output, width=80))
@@ -65,7 +65,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ConsoleLogger, 
 
 
 def test_a_long_phase_is_not_silent(impatient: tuple[ConsoleLogger, io.StringIO]) -> None:
-    """Bug: one line in more than 100 seconds while models load."""
+    """Bug: a single line in more than 100 seconds while models load."""
     logger, output = impatient
     logger.phase("loading models")
     wait_until(lambda: output.getvalue().count("loading models") >= 3, "third line", every_s=0.01)
@@ -118,18 +118,18 @@ def test_work_as_a_line(work: Work, line: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("around", "shown"),
+    ("around", "line"),
     [
         ("asking the student", "asking the student: sampling  1/4 sequences"),
         ("sampling at the start", "sampling  1/4 sequences"),
     ],
 )
-def test_a_line_says_what_work_is_part_of(around: str, shown: str) -> None:
-    """Bug: sequences are sampled, and nobody knows of whom and for what."""
+def test_a_line_names_the_enclosing_work(around: str, line: str) -> None:
+    """Bug: the line does not say which model samples, and for which purpose."""
     console = Console(file=io.StringIO(), width=120)
     with working("sampling", 4, "sequences") as work:
         work.advance()
         work.started -= 60
         console.print(WorkLine(lambda: Work(around)))
     assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().strip().startswith(shown)
+    assert console.file.getvalue().strip().startswith(line)

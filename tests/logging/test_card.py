@@ -1,4 +1,4 @@
-"""Catches cards that the hub cannot read, figures of other weights, and licences that nobody has named."""
+"""Catches cards that the hub cannot read, figures of other weights, and invented licences."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ SCORES = [replace(QUESTIONS.scores[0], measure="sums/greedy", differences={"stud
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of 30 steps that was validated after each."""
+    """Return a run of 30 steps with a validation after each."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     log = JsonlLogger(tmp_path / "metrics.jsonl")
     log.start(summary(tmp_path), 0)
@@ -51,7 +51,7 @@ def card_of(run: Path, step: int = 30, closing: ClosingTable | None = None) -> M
 
 
 def rows(card: ModelCard, beginning: str) -> list[list[str]]:
-    """Return the cells of the table whose heading begins so."""
+    """Return the cells of the table whose first line begins with `beginning`."""
     lines = card.text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(beginning))
     table = lines[start : lines.index("", start)]
@@ -77,8 +77,8 @@ def test_the_hub_reads_models_licence_and_results(run: Path) -> None:
     assert origin is not None
     write_provenance(run, replace(origin, started_from="me/w"))  # by checkpoint from-hf
     assert card_of(run).data.base_model == "me/w"
-    found = {(each.dataset_name, each.metric_type): each.metric_value for each in data.eval_results}
-    assert found == {("validation text", "bits_per_byte"): 1.5, ("sums", "greedy"): 0.4}
+    results = {(result.dataset_name, result.metric_type): result.metric_value for result in data.eval_results}
+    assert results == {("validation text", "bits_per_byte"): 1.5, ("sums", "greedy"): 0.4}
 
 
 def test_people_read_models_results_curves_and_settings(run: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_card_of_an_earlier_step_has_nothing_of_later_ones(run: Path) -> None:
 
 
 def test_little_is_known_of_a_run_of_other_versions(tmp_path: Path) -> None:
-    """Bug: a checkpoint that was copied out of its run, with nothing beside it, has no card or a wrong licence."""
+    """Bug: a checkpoint that was copied out of its run has no card, or a wrong licence."""
     (tmp_path / "final").mkdir()
     (tmp_path / "adapter_config.json").touch()
     write_card(tmp_path, Exported(tmp_path, "The student", 4), "student: {model: 'demo:student'}")

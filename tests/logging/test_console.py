@@ -17,7 +17,7 @@ from nemo_opd.logging.interface import ClosingTable, Score, ScoreRow, amount, ch
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 
 
-def shown(console: Console, steps: int = 20, interval_s: float = 3600, closing: ClosingTable = CLOSING) -> str:
+def console_output(console: Console, steps: int = 20, interval_s: float = 3600, closing: ClosingTable = CLOSING) -> str:
     logger = ConsoleLogger(ConsoleSettings(interval_s=interval_s), console)
     logger.start(summary(Path("/outputs/demo"), steps), 0)
     logger.log(0, validation(2.0))
@@ -30,10 +30,10 @@ def shown(console: Console, steps: int = 20, interval_s: float = 3600, closing: 
 
 
 def test_a_run_that_measured_nothing_says_so() -> None:
-    """Bug: a new user looks for the change of the student, and finds no line about it."""
-    told = "measured  nothing: name texts in data.validation"
-    assert told in shown(Console(file=io.StringIO(), width=120), closing=ClosingTable(None, None))
-    assert told not in shown(Console(file=io.StringIO(), width=120))
+    """Bug: a new user finds no line about the change of the student."""
+    line = "measured  nothing: name texts in data.validation"
+    assert line in console_output(Console(file=io.StringIO(), width=120), closing=ClosingTable(None, None))
+    assert line not in console_output(Console(file=io.StringIO(), width=120))
 
 
 def test_validation_marks_the_best_so_far_also_after_nan() -> None:
@@ -59,27 +59,31 @@ def test_a_warning_stays_under_live_progress() -> None:
 
 
 def test_gains_are_on_one_line_at_80_columns() -> None:
-    """Bug: the unit alone on a second line, since a long name of a measure takes the room."""
-    before, after = Score(0.28, 0.21, 0.36), Score(0.957, 0.91, 0.98)
+    """Bug: a long name of a measure pushes the unit to a second line."""
+    start, end = Score(0.28, 0.21, 0.36), Score(0.957, 0.91, 0.98)
     gains = {"student before": Score(0.677, 0.59, 0.76), "teacher phi4mini_instruct": Score(-0.02, -0.06, 0.02)}
     name = "mmlu_pro_5shot/exact_match.custom-extract"
-    row = ScoreRow(name, before, after, {"phi4mini_instruct": after}, gains)
-    text = shown(Console(file=io.StringIO(), width=80), closing=ClosingTable(None, None, scores=(row,)))
+    row = ScoreRow(name, start, end, {"phi4mini_instruct": end}, gains)
+    text = console_output(Console(file=io.StringIO(), width=80), closing=ClosingTable(None, None, scores=(row,)))
     assert "+67.7 ± 8.5 points" in text
     assert "teacher phi4mini_instruct" in text
 
 
 def test_a_mean_that_is_pass_at_1_is_shown_once() -> None:
-    """Bug: half of the table says the same again; or a mean of other rewards is lost."""
-    score, other = Score(0.3, 0.2, 0.4), Score(0.35, 0.3, 0.4)
+    """Bugs: half of the table repeats scores; a mean of different rewards is lost."""
+    score, different_score = Score(0.3, 0.2, 0.4), Score(0.35, 0.3, 0.4)
     rows = [ScoreRow(f"{name}/pass@1", None, score) for name in ("a", "b")]
-    rows += [ScoreRow("a/mean@4", None, score), ScoreRow("b/mean@4", None, other), ScoreRow("c/mean@4", None, score)]
-    shown = ClosingTable(None, None, scores=tuple(rows)).shown_scores
-    assert [row.measure for row in shown] == ["a/pass@1", "b/pass@1", "b/mean@4", "c/mean@4"]
+    rows += [
+        ScoreRow("a/mean@4", None, score),
+        ScoreRow("b/mean@4", None, different_score),
+        ScoreRow("c/mean@4", None, score),
+    ]
+    rows_shown = ClosingTable(None, None, scores=tuple(rows)).shown_scores
+    assert [row.measure for row in rows_shown] == ["a/pass@1", "b/pass@1", "b/mean@4", "c/mean@4"]
 
 
 def test_a_long_step_leaves_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: no time is left while an evaluation takes longer than all steps that are to come."""
+    """Bug: the remaining time is 0 while an evaluation takes longer than all remaining steps."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     progression = _Progression(total=10, step=0)
@@ -93,7 +97,7 @@ def test_a_long_step_leaves_those_after_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_last_line_of_a_continued_run_says_since_when() -> None:
-    """Bug: the step of the whole run beside the time and the tokens of its last part."""
+    """Bug: the total step stands beside time and tokens since the resume."""
     console = Console(file=io.StringIO(), width=80)
     logger = ConsoleLogger(ConsoleSettings(), console)
     logger.start(summary(Path("/outputs/demo"), 20), 18)
@@ -105,7 +109,7 @@ def test_the_last_line_of_a_continued_run_says_since_when() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_plain_output_fits_the_width_and_has_no_control_codes(width: int) -> None:
-    text = shown(Console(file=io.StringIO(), width=width))
+    text = console_output(Console(file=io.StringIO(), width=width))
     assert "\x1b" not in text
     assert max(len(line) for line in text.splitlines() if not line.startswith(("step ", "  time "))) <= width
     assert all(
@@ -116,16 +120,18 @@ def test_plain_output_fits_the_width_and_has_no_control_codes(width: int) -> Non
 
 @pytest.mark.parametrize("width", [20, 80])
 def test_a_log_has_all_fields_whatever_the_width(width: int) -> None:
-    """Bug: a log of 80 columns loses the learning rate of some steps, whose other figures are longer."""
+    """Bug: a log of 80 columns loses the learning rate of steps with longer figures."""
     lines = [
-        line for line in shown(Console(file=io.StringIO(), width=width), interval_s=0).splitlines() if " lr " in line
+        line
+        for line in console_output(Console(file=io.StringIO(), width=width), interval_s=0).splitlines()
+        if " lr " in line
     ]
     assert len(lines) == 20
     assert all(re.fullmatch(r"step .*  loss .*  lr \S+  s/step \S+.*  left \S+", line) for line in lines)
 
 
 def test_warnings_of_a_log_are_lines_of_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a warning folded into several lines, or among the figures that a program reads from stdout."""
+    """Bugs: a warning is folded into several lines; it is printed to stdout, among the figures."""
     console = Console(file=io.StringIO(), width=40)
     logger = ConsoleLogger(ConsoleSettings(), console)
     logger.start(replace(summary(Path("/outputs/demo")), warnings=(long := "a warning of many words " * 4,)), 0)
@@ -136,8 +142,8 @@ def test_warnings_of_a_log_are_lines_of_stderr(capsys: pytest.CaptureFixture[str
 
 
 def test_scores_are_by_measure_and_model() -> None:
-    """Bug: a teacher's score next to the student's name, or an empty line for an unknown score."""
-    text = shown(Console(file=io.StringIO(), width=80), closing=QUESTIONS).partition("Questions")[2]
+    """Bugs: a teacher's score beside the student's name; an empty line for an unknown score."""
+    text = console_output(Console(file=io.StringIO(), width=80), closing=QUESTIONS).partition("Questions")[2]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     assert rows == [
         ["greedy", ""],
@@ -153,8 +159,8 @@ def test_the_scores_of_each_teacher_have_a_line_where_it_was_asked() -> None:
     console = Console(file=io.StringIO(), width=80)
     logger = ConsoleLogger(ConsoleSettings(), console)
     logger.start(summary(Path("/outputs/demo")), 0)
-    of_models = {"eval/greedy{}": 0.2, "eval/greedy{}/llama3b": 0.9}
-    logger.log(0, {key.format(end): value for key, value in of_models.items() for end in ("", "_low", "_high")})
+    scores = {"eval/greedy{}": 0.2, "eval/greedy{}/llama3b": 0.9}
+    logger.log(0, {key.format(end): value for key, value in scores.items() for end in ("", "_low", "_high")})
     assert console.file.getvalue().splitlines()[-2:] == [
         "step  0/20  questions  greedy 20.0%",
         "  teacher llama3b  greedy 90.0%",
@@ -162,17 +168,20 @@ def test_the_scores_of_each_teacher_have_a_line_where_it_was_asked() -> None:
 
 
 def test_plain_lines_come_at_intervals_and_always_first_last_and_validated() -> None:
-    lines = shown(Console(file=io.StringIO(), width=80)).splitlines()
+    lines = console_output(Console(file=io.StringIO(), width=80)).splitlines()
     steps = [line.split("/")[0].split()[-1] for line in lines if line.startswith("step") and " val " not in line]
     validated = [line.split("/")[0].split()[-1] for line in lines if line.startswith("step") and " val " in line]
     assert steps == ["1", "10", "20"]
     assert all("  left " in line for line in lines if "  grad " in line)
     assert validated == ["0", "10", "20"]
-    assert sum(line.startswith("step") for line in shown(Console(file=io.StringIO()), interval_s=0).splitlines()) == 23
+    assert (
+        sum(line.startswith("step") for line in console_output(Console(file=io.StringIO()), interval_s=0).splitlines())
+        == 23
+    )
 
 
 def test_a_line_comes_before_the_wait_for_the_next_step_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: most steps' lines came just after one on the step under way."""
+    """Bug: most lines of steps came just after a line about the running step."""
     now = [0.0]
     monkeypatch.setattr("nemo_opd.logging.console.time", SimpleNamespace(monotonic=lambda: now[0]))
     console = Console(file=io.StringIO(), width=80)
@@ -187,7 +196,7 @@ def test_a_line_comes_before_the_wait_for_the_next_step_is_too_long(monkeypatch:
 
 
 def test_shares_of_time_are_printed_once_and_again_when_they_changed() -> None:
-    """Bug: a second line for every step, or one that still shows the first steps at the end."""
+    """Bugs: a second line for every step; the last line still shows the first steps' shares."""
     console = Console(file=io.StringIO(), width=80)
     logger = ConsoleLogger(ConsoleSettings(interval_s=0), console)
     logger.start(summary(Path("/outputs/demo")), 0)
@@ -198,12 +207,14 @@ def test_shares_of_time_are_printed_once_and_again_when_they_changed() -> None:
     # Largest first; 0.75 of 2 s is on the edge between two whole percents.
     assert re.fullmatch(r"  time  teachers 3[78]%  backward 25%  data 12%  forward 12%  loss 6%  other 6%", lines[0])
     assert 2 < len(lines) < 8
-    shown = float(re.search(r"teachers (\d+)%", lines[-1]).group(1))
-    assert shown == pytest.approx(100 * 6 / 7.25, abs=6)
+    percent = float(re.search(r"teachers (\d+)%", lines[-1]).group(1))
+    assert percent == pytest.approx(100 * 6 / 7.25, abs=6)
 
 
 def test_a_terminal_gets_a_live_bar_that_reaches_the_end() -> None:
-    text = shown(Console(file=io.StringIO(), width=80, force_terminal=True, _environ={"TERM": "xterm-256color"}))
+    text = console_output(
+        Console(file=io.StringIO(), width=80, force_terminal=True, _environ={"TERM": "xterm-256color"})
+    )
     assert "20/20" in text
     assert "100%" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden and given back
@@ -222,7 +233,7 @@ def test_output_stays_possible_where_only_ascii_can_be_written() -> None:
 
 def test_without_validation_there_is_no_closing_table() -> None:
     nothing = ClosingTable(before=None, after=None)
-    assert "bits per byte" not in shown(Console(file=io.StringIO(), width=80), closing=nothing)
+    assert "bits per byte" not in console_output(Console(file=io.StringIO(), width=80), closing=nothing)
 
 
 @pytest.mark.parametrize(

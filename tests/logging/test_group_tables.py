@@ -1,4 +1,4 @@
-"""Tables of what was learned where: the right figures in the right places, in HTML and in Markdown."""
+"""Tables of validation by group: the right figures in the right places, in HTML and in Markdown."""
 
 import json
 from pathlib import Path
@@ -40,8 +40,8 @@ END = {
 
 
 def test_figures_are_in_their_columns() -> None:
-    """Bugs: the start's figures as those after, a group's name with a slash cut in two, teachers lost at later steps,
-    a missing figure that shifts the row."""
+    """Bugs: figures of the start in the columns of the end; a group's name is cut at its slash; teachers are lost at
+    later steps; a missing figure shifts the row."""
     domains, classes, chunks = group_tables([START, {"step": 3, "train/loss": 1.0}, END])
     assert domains.title == "Validation by domain"
     heads = [f"{bits} {time}" for bits in ("bits per byte", "over shared bytes") for time in ("before", "after")]

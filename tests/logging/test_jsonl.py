@@ -42,12 +42,12 @@ def test_values_that_json_lacks_become_null(tmp_path: Path, value: float) -> Non
     assert math.isnan(back["train/loss"])
 
 
-def test_continuing_drops_what_was_written_after_the_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_records_after_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     logged(path, range(11))
-    whole = path.read_bytes()
+    expected = path.read_bytes()
     logged(path, range(7, 11), start=6)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == expected
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

@@ -1,4 +1,4 @@
-"""Catches a logger left open because another failed, members in the wrong order, and a run that an output ends."""
+"""Catches loggers that stay open after a failure, a wrong order, and a run that ends because of an output."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ DISK_FULL = OSError(28, "No space left on device")
 
 
 class Recorder(Logger):
-    """A logger that notes its calls and raises in those named."""
+    """A logger that records its calls and raises in the methods of `fail_in`."""
 
     def __init__(self, error: BaseException = DISK_FULL, fail_in: tuple[str, ...] = ()) -> None:
         self.error = error
@@ -80,11 +80,11 @@ def test_every_member_is_closed_whichever_fails(tmp_path: Path, fail_in: str) ->
 def test_a_failure_of_an_optional_logger_is_a_warning_and_its_last_call_but_for_closing(
     error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """StorageError is one of our own errors, too, but nothing in the settings is wrong."""
-    failing, other = Recorder(error, ("log", "summary", "close")), Recorder()
-    whole_run(Loggers([Recorder()], [failing, other]), tmp_path)
+    """Bug: StorageError, which is an OPDError, ends the run as a wrong setting does."""
+    failing, working = Recorder(error, ("log", "summary", "close")), Recorder()
+    whole_run(Loggers([Recorder()], [failing, working]), tmp_path)
     assert failing.calls == ["start", "log", "close"]
-    assert other.calls == ["start", "log", "log", "summary", "close"]
+    assert working.calls == ["start", "log", "log", "summary", "close"]
     assert caplog.messages == [
         f"Recorder failed ({type(error).__name__}: {error}) and is switched off; the run goes on"
     ]
@@ -96,7 +96,7 @@ def test_settings_that_cannot_work_still_end_the_run(tmp_path: Path) -> None:
 
 
 def test_metrics_that_cannot_be_written_still_end_the_run(tmp_path: Path) -> None:
-    """They are results, and what a run continues from."""
+    """Bug: the run goes on without metrics.jsonl, which it needs to resume."""
     (tmp_path / "metrics.jsonl").mkdir()
     with build(Logging(), tmp_path) as loggers, pytest.raises(DataError, match="Is a directory"):
         loggers.start(summary(tmp_path))
@@ -135,6 +135,6 @@ def test_a_run_whose_stdout_takes_nothing_more_ends_well_with_all_its_metrics(tm
 
 
 def test_every_method_is_passed_on() -> None:
-    """Bug: a call that loggers need not implement, such as a warning, ends in the empty method of the base class."""
+    """Bug: Loggers inherits an empty method, such as `warn`, so that its members are never called."""
     public = {name for name in vars(Logger) if not name.startswith("_")}
     assert public == {name for name in vars(Loggers) if not name.startswith("_")}

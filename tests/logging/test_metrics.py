@@ -1,4 +1,4 @@
-"""Catches means of means, lost keys, and phases that forget time or other entries."""
+"""Catches means of means, lost keys, and lost time or entries of phases."""
 
 import math
 import time
@@ -46,7 +46,7 @@ def test_timer_adds_up_a_phase_and_starts_again_after_take() -> None:
             time.sleep(0.01)
     with pytest.raises(KeyError), timer.span("failed"):
         raise KeyError
-    taken = timer.take()
-    assert taken["step"] >= taken["teacher_forward"] >= 0.02
-    assert set(taken) == {"step", "teacher_forward", "failed"}
+    seconds = timer.take()
+    assert seconds["step"] >= seconds["teacher_forward"] >= 0.02
+    assert set(seconds) == {"step", "teacher_forward", "failed"}
     assert timer.take() == {}

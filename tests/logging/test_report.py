@@ -1,4 +1,4 @@
-"""Catches a page that needs other files or the network, text that becomes markup, and runs that break the report."""
+"""Catches a page that needs files or the network, text that becomes markup, and runs that break the report."""
 
 import base64
 import json
@@ -62,7 +62,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Charts of few dots, which are sooner drawn."""
+    """Draw charts again, at a low resolution, which is faster."""
     monkeypatch.setattr(report, "PLOTS", PLOTS)
     monkeypatch.setattr("nemo_opd.logging.charts._DPI", 30)
 
@@ -81,15 +81,15 @@ def test_the_page_holds_its_figures_and_loads_nothing(tmp_path: Path) -> None:
     assert set(files) == {"loss.png", "validation.png", "teachers.png", "optimizer.png", "speed.png", "step_time.png"}
     assert all(content.startswith(PNG) for content in (*images, *files.values()))
     assert set(files.values()) <= set(images)
-    assert len(images) == 2 * len(files)  # a light and a dark one each
+    assert len(images) == 2 * len(files)  # light and dark
 
 
 def test_the_page_shows_results_facts_and_config(tmp_path: Path) -> None:
     write_run(tmp_path, a_run())
     text = write_report(tmp_path, CLOSING).read_text()
     # 20 steps of 4,096 tokens and 2 s; bits per byte 2.0 → 1.5
-    for shown in ("1.5000", "−25.0 %", "81.9k", "0:40", "1.2500", "microsoft/Phi-4-mini-instruct", "weight 0.8"):
-        assert shown in text
+    for part in ("1.5000", "−25.0 %", "81.9k", "0:40", "1.2500", "microsoft/Phi-4-mini-instruct", "weight 0.8"):
+        assert part in text
     assert "(loss p_kl (reverse_kl), weight 1)" in text
     assert "<b>demo" not in text
     assert "&lt;b&gt;demo&lt;/b&gt;" in text
@@ -97,7 +97,7 @@ def test_the_page_shows_results_facts_and_config(tmp_path: Path) -> None:
 
 
 def test_a_score_that_is_no_share_is_no_percentage(tmp_path: Path) -> None:
-    """Bug: a perplexity of 2 as 200 %."""
+    """Bug: a perplexity of 2 is shown as 200 %."""
     write_run(tmp_path, a_run())
     row = ScoreRow("wiki/word_perplexity", Score(4.0, 3.0, 5.0), Score(2.0, 1.5, 2.5))
     text = write_report(tmp_path, ClosingTable(None, None, scores=(row,))).read_text()
@@ -111,7 +111,7 @@ def test_text_of_a_closing_row_is_escaped(tmp_path: Path) -> None:
 
 
 def test_scores_stand_in_the_columns_of_their_models(tmp_path: Path) -> None:
-    """Bug: a teacher's score under the student, or one that is not known and moves the others."""
+    """Bugs: a teacher's score in the student's column; an unknown score shifts the row."""
     write_run(tmp_path, a_run())
     text = write_report(tmp_path, QUESTIONS).read_text().replace("\N{NO-BREAK SPACE}", " ")
     table = text.partition("<h2>Questions</h2>")[2].partition("</table>")[0]
@@ -123,23 +123,25 @@ def test_scores_stand_in_the_columns_of_their_models(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("given", "right"), [("{correct_reward: 0.5}", 3), ("{correct_reward: 2}", 0), ("null", 2)])
-def test_answers_are_right_by_the_reward_that_scores_ask_for(tmp_path: Path, given: str, right: int) -> None:
-    (tmp_path / "config.yaml").write_text(f"evaluation: {given}\n")
+@pytest.mark.parametrize(
+    ("evaluation", "right"), [("{correct_reward: 0.5}", 3), ("{correct_reward: 2}", 0), ("null", 2)]
+)
+def test_answers_are_right_by_the_reward_that_scores_ask_for(tmp_path: Path, evaluation: str, right: int) -> None:
+    (tmp_path / "config.yaml").write_text(f"evaluation: {evaluation}\n")
     rewards = (0.4, 0.5, 1.0, 1.5)
     SampleLog(tmp_path / "samples.jsonl").replace(
         (ShownAnswer(0, i, "greedy", 0, "?", None, "!", reward, "stop", 1) for i, reward in enumerate(rewards)),
     )
-    found = re.findall(">(right|wrong)<", write_report(tmp_path).read_text())
-    assert found == ["wrong"] * (4 - right) + ["right"] * right
+    verdicts = re.findall(">(right|wrong)<", write_report(tmp_path).read_text())
+    assert verdicts == ["wrong"] * (4 - right) + ["right"] * right
 
 
 def test_a_teachers_score_is_a_level_line_in_the_colour_of_its_measure() -> None:
-    """Bug: a teacher that is drawn as a measure, for its name ends as a bound does, or a bound drawn as a teacher."""
+    """Bugs: a teacher whose name ends in `_low` is drawn as a measure; a bound is drawn as a teacher."""
     figure = Figure()
-    asked = {
-        f"eval/{name}{end}{of}": value
-        for name, of, value in (
+    scores = {
+        f"eval/{name}{end}{model}": value
+        for name, model, value in (
             ("greedy", "", 0.2),
             ("pass@4", "", 0.3),
             ("greedy", "/a", 0.8),
@@ -148,7 +150,7 @@ def test_a_teachers_score_is_a_level_line_in_the_colour_of_its_measure() -> None
         )
         for end in ("", "_low", "_high")
     }
-    draw_questions(figure, [{"step": 0, **asked}], ClosingTable(None, None), LIGHT)
+    draw_questions(figure, [{"step": 0, **scores}], ClosingTable(None, None), LIGHT)
     drawn = {(line.get_color(), *line.get_ydata()) for line in figure.axes[0].lines}
     assert drawn == {
         (LIGHT.cycle[0], 0.2),
@@ -161,13 +163,13 @@ def test_a_teachers_score_is_a_level_line_in_the_colour_of_its_measure() -> None
 
 
 def test_each_set_has_its_axes_and_no_share_is_cut() -> None:
-    """Bug: a legend of ten curves; a perplexity that is beyond the top, at a hundred per cent."""
+    """Bugs: a legend of ten curves; a perplexity above an axis that ends at 100 %."""
     figure = Figure()
     scores = ("gsm8k/pass@1", 0.2), ("gsm8k/mean@4", 0.2), ("gsm8k/greedy", 0.1), ("wikitext/word_perplexity", 12.5)
-    asked = {f"eval/{name}{end}": value for name, value in scores for end in ("", "_low", "_high")}
-    draw_questions(figure, [{"step": 0, **asked}], ClosingTable(None, None), LIGHT)
-    shown = {axes.get_ylabel(): [line.get_label() for line in axes.lines] for axes in figure.axes}
-    assert shown == {"gsm8k": ["greedy", "pass@1"], "wikitext": ["word_perplexity"]}
+    figures = {f"eval/{name}{end}": value for name, value in scores for end in ("", "_low", "_high")}
+    draw_questions(figure, [{"step": 0, **figures}], ClosingTable(None, None), LIGHT)
+    curves = {axes.get_ylabel(): [line.get_label() for line in axes.lines] for axes in figure.axes}
+    assert curves == {"gsm8k": ["greedy", "pass@1"], "wikitext": ["word_perplexity"]}
     low, high = figure.axes[1].get_ylim()
     assert low < 12.5 < high
 
@@ -183,7 +185,7 @@ def test_each_set_has_its_axes_and_no_share_is_cut() -> None:
     ],
     ids=["nothing", "start_only", "nan_only", "few_keys"],
 )
-def test_a_report_is_made_of_whatever_is_there(tmp_path: Path, records: list[dict[str, float]]) -> None:
+def test_a_report_of_few_records(tmp_path: Path, records: list[dict[str, float]]) -> None:
     if records:
         write_run(tmp_path, records)
     assert "</html>" in write_report(tmp_path).read_text()
@@ -197,7 +199,7 @@ def lines(draw, records: list[dict[str, float]]) -> list[list[str]]:
 
 
 def test_a_term_without_weight_is_no_curve() -> None:
-    """Bug: a flat line at 0, and a KD that hides the loss."""
+    """Bugs: a flat line at 0; a KD curve that hides the loss."""
     records = [{"step": step, **record(step)} for step in (1, 2)]
     assert lines(draw_loss, records) == [["loss", "KD", "CE"]]
     alone = [line | {"train/ce": 0.0, "train/kd": line["train/loss"]} for line in records]
@@ -205,7 +207,7 @@ def test_a_term_without_weight_is_no_curve() -> None:
 
 
 def test_steps_that_were_not_taken_are_marked() -> None:
-    """Bug: a gap in the curve, or nothing where the loss was finite and the gradient was not."""
+    """Bug: a gap in the curve without a mark, or no sign at all if only the gradient was not finite."""
     records = [{"step": step, **record(step), "train/skipped_steps": step // 3} for step in range(1, 8)]
     assert lines(draw_loss, records) == [["loss", "KD", "CE", "step not taken"]]
     assert not_taken(records) == [3, 6]
@@ -213,7 +215,7 @@ def test_steps_that_were_not_taken_are_marked() -> None:
 
 @pytest.mark.parametrize(("slowest_s", "num_marks"), [(2.0, 0), (4.0, 0), (40.0, 1)])
 def test_no_step_is_cut_without_a_mark(slowest_s: float, num_marks: int) -> None:
-    """Bug: curves that leave the plot at its top."""
+    """Bug: curves leave the plot at its top without a mark."""
     records = [{"step": step, **record(step)} for step in range(1, 60)]
     records[30] |= {"perf/step_s": slowest_s, "perf/other_s": slowest_s - 1.875}
     figure = Figure()
@@ -227,7 +229,7 @@ def test_no_step_is_cut_without_a_mark(slowest_s: float, num_marks: int) -> None
 
 
 def test_the_page_shows_hardware_adapters_coverage_and_skipped_steps(tmp_path: Path) -> None:
-    """Bug: `device auto`, and no coverage and no skipped steps."""
+    """Bug: the page says `device auto`, and lacks coverage and skipped steps."""
     more = {"train/kd_coverage/phi4mini": 0.875, "train/skipped_steps": 3}
     write_run(tmp_path, [line | more for line in a_run()])
     lora = "lora: {rank: 8, alpha: 16, dropout: 0.1, target_modules: [q_proj, v_proj], export: merged}"
@@ -243,14 +245,14 @@ def test_the_page_shows_hardware_adapters_coverage_and_skipped_steps(tmp_path: P
 
 
 def test_the_page_shows_the_rows_of_a_learned_projection(tmp_path: Path) -> None:
-    """Weights of before in the place of those after, tokens that become markup, a damaged file that is passed over."""
+    """Bugs: weights before and after are swapped; tokens become markup; a damaged file is ignored."""
     write_run(tmp_path, a_run())
     entries = [(("'<b>'", 0.9), ("'2'", 0.1)), (("'<b>'", 0.25), ("'2'", 0.75))]
     write_projections(tmp_path, {"phi4mini": [MovedRow("'12'", 0.65, *entries)]})
     text = write_report(tmp_path).read_text()
     cells = re.findall(r"<td[^>]*>(.*?)</td>", text[text.index("Learned projection of phi4mini") :], re.DOTALL)
-    shown = [re.sub(r"</?code>", "", cell).strip() for cell in cells]
-    assert shown == [
+    contents = [re.sub(r"</?code>", "", cell).strip() for cell in cells]
+    assert contents == [
         "&#39;12&#39;",
         "65.0 %",
         "&#39;&lt;b&gt;&#39; 0.90, &#39;2&#39; 0.10",
@@ -262,21 +264,21 @@ def test_the_page_shows_the_rows_of_a_learned_projection(tmp_path: Path) -> None
 
 
 def test_legends_of_many_teachers_leave_the_axes_their_width(tmp_path: Path) -> None:
-    """Bug: a legend wider than the figure, which left the axes a third of it or nothing."""
+    """Bug: a legend wider than the figure left a third of it or nothing to the axes."""
 
     def width(number: int) -> float:
-        found: list[float] = []
+        widths: list[float] = []
 
         def draw(figure: Figure, theme: Theme) -> None:
             axes = figure.subplots()
             for i in range(number):
                 axes.plot([1, 2], [i, 2 * i], label=f"top tokens shared with teacher-{i}")
-            figure.canvas.mpl_connect("draw_event", lambda _: found.append(axes.get_position().width))
+            figure.canvas.mpl_connect("draw_event", lambda _: widths.append(axes.get_position().width))
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             write_chart(tmp_path / "chart.png", "title", draw, (6.2, 3.5))
-        return found[-1]
+        return widths[-1]
 
     assert width(6) > 0.95 * width(1)
 
@@ -300,14 +302,14 @@ def test_parts_of_a_step_add_up_to_its_time() -> None:
 
 
 def test_the_wait_for_teachers_is_their_part_of_the_step() -> None:
-    """Bug: teachers that work while the student trains, drawn on top of it."""
+    """Bug: teachers that work while the student trains add to the step's time."""
     at_once = record(1) | {"perf/teacher_wait_s": 0.125, "perf/step_s": 1.5}
     assert step_parts(at_once)["teachers"] == 0.125
     assert sum(step_parts(at_once).values()) == 1.5
     assert step_parts(record(1))["teachers"] == 0.75
 
 
-def test_shares_are_of_what_was_measured() -> None:
+def test_shares_of_measured_times() -> None:
     assert shares({"a": 3.0, "b": 1.0}) == {"a": 0.75, "b": 0.25}
     assert shares({"a": 0.0}) == shares({}) == {}
     assert step_parts({"train/loss": 1.0}) == {}
@@ -317,7 +319,7 @@ def test_shares_are_of_what_was_measured() -> None:
     ("written", "reason"), [("run: [1", "while parsing a flow sequence"), ("[1]", "it has no keys")]
 )
 def test_a_damaged_configuration_is_named(written: str, reason: str, tmp_path: Path) -> None:
-    """Bug: a traceback of the YAML reader, which does not say which file it is about."""
+    """Bug: a traceback of the YAML reader without the file's name."""
     write_run(tmp_path, a_run())
     (tmp_path / "config.yaml").write_text(written)
     with pytest.raises(DataError, match=rf"config\.yaml is damaged \({reason}.*; repair or remove it"):
@@ -332,21 +334,21 @@ LONG_NAME = "/lustre/users/somebody/checkpoints/a-teacher-named-by-the-whole-pat
 
 
 def _drawn(tmp_path: Path, draw: Callable[[Axes], None]) -> Axes:
-    """Return the axes of a figure as it is written."""
+    """Draw and write a chart; return its axes."""
     figures = []
 
-    def of_figure(figure: Figure, theme: Theme) -> None:
+    def draw_figure(figure: Figure, theme: Theme) -> None:
         figures.append(figure)
         draw(figure.subplots())
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # matplotlib warns of axes that a legend leaves no room
-        write_chart(tmp_path / "chart.png", "a chart", of_figure, (6.2, 3.5))
+        warnings.simplefilter("error")  # matplotlib warns if a legend leaves no room for the axes
+        write_chart(tmp_path / "chart.png", "a chart", draw_figure, (6.2, 3.5))
     return figures[0].axes[0]
 
 
 def test_a_curve_of_one_point_is_a_dot_with_its_value(tmp_path: Path) -> None:
-    """Bug: a run of one step draws nothing, as a line needs two points, over steps of thousandths."""
+    """Bug: a run of one step has an empty chart, as a line needs two points, and ticks at fractions of steps."""
     axes = _drawn(tmp_path, lambda axes: (axes.plot([1, 2], [math.nan, 0.25]), axes.axhline(0.5)))
     assert [line.get_marker() for line in axes.lines] == ["o", "None"]
     assert [text.get_text() for text in axes.texts] == ["0.25"]
@@ -358,7 +360,7 @@ def test_a_curve_of_one_point_is_a_dot_with_its_value(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", [1e-9, 1e5])
 def test_huge_and_tiny_values_stand_at_their_ticks(tmp_path: Path, scale: float) -> None:
-    """Bug: a factor such as 1e5 above the axes, below the legend, and ticks that lack it."""
+    """Bug: a factor such as 1e5 stands above the axes, hidden by the legend, and ticks lack it."""
     axes = _drawn(tmp_path, lambda axes: axes.plot([1, 2], [scale, 2 * scale], label="loss"))
     assert not axes.yaxis.get_offset_text().get_text()
     labels = [label.get_text().replace("\N{MINUS SIGN}", "-") for label in axes.get_yticklabels()]
@@ -366,21 +368,21 @@ def test_huge_and_tiny_values_stand_at_their_ticks(tmp_path: Path, scale: float)
 
 
 def test_long_names_leave_room_for_the_curves(tmp_path: Path) -> None:
-    """Bug: a model's path as a label takes the figure's whole width, and the axes collapse."""
+    """Bug: a model's path in the legend takes the figure's width, and the axes collapse."""
     axes = _drawn(tmp_path, lambda axes: axes.plot([1, 2], [1, 2], label=LONG_NAME))
     assert axes.get_window_extent().width > 0.6 * axes.figure.bbox.width
     assert axes.get_legend().get_texts()[0].get_text().endswith("step-120000")
 
 
 def test_the_parts_of_one_step_have_no_empty_axes() -> None:
-    """Bug: an area over one step, which has no width."""
+    """Bug: an area chart of one step, which has no width."""
     figure = Figure()
     draw_step_time(figure, [{"step": 1, **record(1)}], CLOSING, LIGHT)
     assert len(figure.axes) == 1
 
 
 def test_a_run_without_kd_lists_no_teacher_and_no_setting_of_kd(tmp_path: Path) -> None:
-    """Bug: teachers of the settings, and the loss that would compare with them, in a run that loads no teacher."""
+    """Bug: the page lists teachers and their loss although the run loads no teacher."""
     write_run(tmp_path, a_run())
     text = CONFIG.replace("kd_weight: 1", "kd_weight: 0, ce_weight: 1")
     (tmp_path / "config.yaml").write_text(text + "aggregation: {type: weighted_sum}\n")
@@ -390,7 +392,7 @@ def test_a_run_without_kd_lists_no_teacher_and_no_setting_of_kd(tmp_path: Path) 
 
 
 def test_bits_per_byte_of_a_diverged_student_fit_their_column(tmp_path: Path) -> None:
-    """Bug: 300000.0000 for a student that a learning rate has destroyed."""
+    """Bug: 300000.0000 for a student that diverged."""
     write_run(tmp_path, a_run())
     page = write_report(tmp_path, ClosingTable(None, ClosingRow("student after", 3e5))).read_text()
     assert "3.00e+05" in page

@@ -1,4 +1,4 @@
-"""Catches answers that are lost, doubled or taken for someone else's, and texts that become markup."""
+"""Catches answers that are lost, doubled or under the wrong model, and texts that become markup."""
 
 import json
 from dataclasses import replace
@@ -30,13 +30,13 @@ def path(tmp_path: Path) -> Path:
 
 
 def answers_section(path: Path, correct_reward: float = 1) -> str:
-    """Return the report's section of answers, or nothing."""
+    """Return the report's section of answers, empty if it has none."""
     (path.parent / "config.yaml").write_text(f"evaluation: {{correct_reward: {correct_reward}}}\n")
     page = write_report(path.parent).read_text(encoding="utf-8")
     return page.partition("<h2>Answers</h2>")[2].partition("</section>")[0]
 
 
-def test_what_is_written_is_read_again(path: Path) -> None:
+def test_written_answers_are_read_back(path: Path) -> None:
     SampleLog(path).write([ONE])
     SampleLog(path).write([replace(ONE, step=5, answer=None)])
 
@@ -45,7 +45,7 @@ def test_what_is_written_is_read_again(path: Path) -> None:
     assert "Zwei –" in path.read_text(encoding="utf-8")
 
 
-def test_a_run_that_continues_drops_what_it_will_do_again(path: Path) -> None:
+def test_a_resumed_run_drops_later_answers(path: Path) -> None:
     log = SampleLog(path)
     log.truncate_after(10)
     assert not path.exists()
@@ -116,7 +116,7 @@ def test_teachers_have_their_own_column(path: Path) -> None:
 
 
 def test_answers_that_name_no_one_are_the_students(path: Path) -> None:
-    """Files of versions that asked no teacher lack the key."""
+    """Bug: files of versions without evaluated teachers, which lack the key, cannot be read."""
     SampleLog(path).write([replace(ONE, response="2")])
     record = json.loads(path.read_text(encoding="utf-8"))
     assert record.pop("teacher") is None

@@ -1,4 +1,4 @@
-"""Catches a run under the name of another, one that fails the page for all, and numbers sorted as text."""
+"""Catches results under the wrong run, a damaged run that prevents the page, and numbers sorted as text."""
 
 import json
 import re
@@ -66,8 +66,8 @@ def test_each_run_is_a_row_with_its_own_result(tmp_path: Path) -> None:
 
 
 def test_questions_have_their_interval(tmp_path: Path) -> None:
-    asked = {"eval/pass@1": 0.43, "eval/pass@1_low": 0.36, "eval/pass@1_high": 0.5, "eval/pass@1/teacher": 0.9}
-    write_run(tmp_path / "a", 1.5, **asked)
+    scores = {"eval/pass@1": 0.43, "eval/pass@1_low": 0.36, "eval/pass@1_high": 0.5, "eval/pass@1/teacher": 0.9}
+    write_run(tmp_path / "a", 1.5, **scores)
     (run,) = read_sweep(tmp_path)
     assert run.cells(["eval/pass@1"])[1] == "43.0 % (36.0 to 50.0 %)"
     assert measures_of([run]) == ["val/bits_per_byte", "val/ce", "eval/pass@1"]
@@ -77,11 +77,11 @@ def test_questions_have_their_interval(tmp_path: Path) -> None:
 def test_a_mean_that_is_pass_at_1_has_no_column(tmp_path: Path) -> None:
     """Bug: the same score twice, and no room for pass@2."""
     ends = ("", "_low", "_high")
-    same = {f"eval/held/{name}{end}": 0.5 for name in ("pass@1", "mean@2", "pass@2") for end in ends}
-    other = {f"eval/held/{name}{end}": value for name, value in (("pass@1", 0.5), ("mean@4", 0.6)) for end in ends}
-    write_run(tmp_path / "a", 1.5, **same)
+    equal = {f"eval/held/{name}{end}": 0.5 for name in ("pass@1", "mean@2", "pass@2") for end in ends}
+    different = {f"eval/held/{name}{end}": value for name, value in (("pass@1", 0.5), ("mean@4", 0.6)) for end in ends}
+    write_run(tmp_path / "a", 1.5, **equal)
     assert measures_of(read_sweep(tmp_path))[2:] == ["eval/held/pass@1", "eval/held/pass@2"]
-    write_run(tmp_path / "b", 1.5, **other)
+    write_run(tmp_path / "b", 1.5, **different)
     assert measures_of(read_sweep(tmp_path))[2:] == ["eval/held/pass@1", "eval/held/pass@2", "eval/held/mean@4"]
 
 
@@ -92,7 +92,7 @@ def test_names_are_text_and_not_markup(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["javascript:alert(1)", "data:text", "a#b?c%20d"])
 def test_the_name_of_a_folder_is_only_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Bugs: a click on a run's name ran the script that was its name; a name with # led nowhere."""
+    """Bugs: a click on a run named `javascript:…` runs a script; the link of a name with # is broken."""
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / name, 1.5)
     sweep = page_of(tmp_path, read_sweep(tmp_path))
@@ -117,11 +117,11 @@ def test_a_run_that_was_refused_is_a_row(tmp_path: Path) -> None:
     assert [run.cells([])[1] for run in runs] == ["4", "refused, or not started"]
     page = page_of(tmp_path, runs)
     assert "run.seed=2/" not in page
-    assert "Settings that differ" not in page, "from the settings of the run that has some"
+    assert "Settings that differ" not in page, "only one run has settings"
 
 
 def test_evaluations_have_their_own_results(tmp_path: Path) -> None:
-    """Bug: no figure at all, and `not finished`."""
+    """Bug: an evaluation has no figures and counts as not finished."""
     folder = tmp_path / "n=8"
     folder.mkdir()
     (folder / "config.yaml").touch()

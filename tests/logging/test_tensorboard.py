@@ -1,4 +1,4 @@
-"""Catches values under wrong tags or steps, and steps that a resume should have hidden."""
+"""Catches values under wrong tags or steps, and visible steps that a resume should hide."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,11 +32,11 @@ def test_scalars_read_back_and_a_continued_run_hides_the_steps_after_its_checkpo
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(1, 101.0), (2, 102.0), (3, 103.0), (4, 204.0), (5, 205.0)]
     (result,) = events.Tensors("result/text_summary")
-    (shown,) = result.tensor_proto.string_val
-    assert b"student after | 1.5000" in shown
-    assert b"| greedy | teacher phi4mini | 90.0 % (80.0 to 95.0 %) |" in shown
-    assert f"- config: `{tmp_path / 'config.yaml'}`".encode() in shown
-    assert [b"name: demo" in each.tensor_proto.string_val[0] for each in events.Tensors("config/text_summary")] == [
+    (text,) = result.tensor_proto.string_val
+    assert b"student after | 1.5000" in text
+    assert b"| greedy | teacher phi4mini | 90.0 % (80.0 to 95.0 %) |" in text
+    assert f"- config: `{tmp_path / 'config.yaml'}`".encode() in text
+    assert [b"name: demo" in event.tensor_proto.string_val[0] for event in events.Tensors("config/text_summary")] == [
         True,
         True,
     ]

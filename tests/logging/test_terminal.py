@@ -1,4 +1,4 @@
-"""Texts that try to command the terminal: titles, the clipboard, cursor moves, lines that hide others."""
+"""Texts with escape sequences for the terminal: titles, the clipboard, cursor moves, hidden lines."""
 
 import io
 import json
@@ -41,7 +41,7 @@ def test_colours_and_moves_of_the_console_stay() -> None:
 
 
 def test_errors_notes_warnings_and_work_show_them(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a server's error message, printed as the last line, commanded the terminal."""
+    """Bug: escape sequences in a server's error message reached the terminal."""
     error = RolloutError(f"the server says {ATTACK}")
     error.add_note(f"its log:\n\t{ATTACK}")
     with pytest.raises(SystemExit), exit_status(""):
@@ -59,11 +59,11 @@ def test_errors_notes_warnings_and_work_show_them(capsys: pytest.CaptureFixture[
 def test_keys_and_paths_of_an_error_stay_whole_in_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a terminal breaks lines within a path, which cannot be copied then."""
+    """Bug: lines break within a path, which then cannot be copied."""
     monkeypatch.setenv("COLUMNS", "30")
     path = "/a/folder-with-a-name/that-is-longer-than-a-line"
     for in_terminal, lines in ((True, ["error: data.train.text_files=", path, "does not exist"]), (False, None)):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=in_terminal: shown)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=in_terminal: is_terminal)
         with pytest.raises(SystemExit), exit_status(""):
             raise RolloutError(f"data.train.text_files= {path} does not exist")
         printed = capsys.readouterr().err.splitlines()
@@ -71,7 +71,7 @@ def test_keys_and_paths_of_an_error_stay_whole_in_a_terminal(
 
 
 def test_json_has_no_control_characters() -> None:
-    """Bug: `generate --json` prints the one-byte form of an escape sequence that a model wrote."""
+    """Bug: `generate --json` prints one-byte escape sequences of a model's answer."""
     value = {"response": "\x1b[31m \x9b31m \x7f 東京"}
     line = visible_json(value)
     assert json.loads(line) == value

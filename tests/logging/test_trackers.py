@@ -1,4 +1,4 @@
-"""Catches metrics under other names or steps, lost settings and results, and a resume that makes a second run."""
+"""Catches metrics under wrong names or steps, lost settings and results, and a second run after a resume."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ RESULT = replace(CLOSING, scores=QUESTIONS.scores, best=Best(PASS, 3, 0.25))
 
 
 def run_and_continue(folder: Path, tracker: dict[str, Any]) -> None:
-    """Log three steps, then continue after the first, and end well."""
+    """Log three steps, resume after the first step, and finish."""
     settings = Logging.model_validate({**tracker, "console": {"enabled": False}})
     (folder / "config.yaml").write_text("run: {name: demo, seed: 7}\nteachers: [{name: a}, {name: b}]")
     for start, steps in ((0, (1, 2, 3)), (1, (2, 3))):
@@ -42,7 +42,7 @@ def test_mlflow_has_one_run_with_settings_metrics_and_results(tmp_path: Path, mo
     assert (run.info.run_name, run.info.status) == ("demo", "FINISHED")
     assert run.data.params == {"run.name": "demo", "run.seed": "7", "teachers.0.name": "a", "teachers.1.name": "b"}
     history = client.get_metric_history(run.info.run_id, "eval/gsm8k/pass_at_1")
-    assert sorted((each.step, each.value) for each in history) == [(n, n / 12) for n in (1, 2, 2, 3, 3)]
+    assert sorted((metric.step, metric.value) for metric in history) == [(n, n / 12) for n in (1, 2, 2, 3, 3)]
     assert run.data.metrics["train/kd/phi4mini"] == 0.5
     assert run.data.metrics["bits_per_byte/student after"] == 1.5
     assert run.data.metrics["score/greedy/teacher phi4mini"] == 0.9
@@ -61,13 +61,13 @@ def test_trackio_has_one_run_with_settings_metrics_and_results(
     assert run.name.startswith("demo-")
     assert run.config["teachers"] == [{"name": "a"}, {"name": "b"}]
     logged = trackio.SQLiteStorage.get_logs("trial", run.name)
-    assert [(each["step"], each[PASS]) for each in logged if PASS in each] == [(n, n / 12) for n in (1, 2, 3, 2, 3)]
-    (result,) = [each for each in logged if "bits_per_byte/student after" in each]
+    assert [(entry["step"], entry[PASS]) for entry in logged if PASS in entry] == [(n, n / 12) for n in (1, 2, 3, 2, 3)]
+    (result,) = [entry for entry in logged if "bits_per_byte/student after" in entry]
     assert result["score/greedy/teacher phi4mini"] == 0.9
     assert str(tmp_path / "final") in str(result["artefacts"])
 
 
-def test_names_and_settings_are_as_mlflow_takes_them() -> None:
+def test_names_and_settings_in_mlflows_form() -> None:
     assert allowed_name("eval/gsm8k/pass@1") == "eval/gsm8k/pass_at_1"
     assert allowed_name("eval/größe,µ/mean@4") == "eval/größe_µ/mean_at_4"
     assert parameters({"a": {"b": [1, {"c": None}]}, "d": "x" * 9000}) == {
@@ -78,7 +78,7 @@ def test_names_and_settings_are_as_mlflow_takes_them() -> None:
 
 
 def test_results_and_paths_have_names(tmp_path: Path) -> None:
-    """Bug: a score or the folder of an average that no tracker shows."""
+    """Bug: a score, or the folder of averaged weights, is missing from all trackers."""
     for folder in ("final", "final_ema", "report"):
         (tmp_path / folder).mkdir()
     assert artefacts(tmp_path) == {"model": str(tmp_path / "final"), "final_ema": str(tmp_path / "final_ema")}

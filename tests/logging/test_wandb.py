@@ -1,5 +1,5 @@
 """Catches a prompt for a key, a run that needs the network, a dry run that passes although the run cannot log in, and a
-continued run that gets another id."""
+resumed run with a new id."""
 
 import os
 import subprocess
@@ -38,11 +38,11 @@ NO_NETWORK = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_pr
 
 
 def run_in_a_terminal(folder: Path, mode: str) -> tuple[int, str]:
-    """Return exit status and output of a run without key and network, at a terminal where a prompt gets no answer."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    """Return exit status and output of a run without key and network, at a terminal that does not answer prompts."""
+    without_wandb = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     home = folder / "home"
     home.mkdir()
-    environment = {**kept, **NO_NETWORK, "HOME": str(home), "WANDB_CONFIG_DIR": str(home), "TERM": "xterm"}
+    environment = {**without_wandb, **NO_NETWORK, "HOME": str(home), "WANDB_CONFIG_DIR": str(home), "TERM": "xterm"}
     terminal, end = os.openpty()
     try:
         command = [sys.executable, "-c", RUN, str(folder / "run"), mode]

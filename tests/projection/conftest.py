@@ -1,4 +1,4 @@
-"""The matrices several tests look at, built once."""
+"""Tokenizer pairs and matrices that several tests share."""
 
 from functools import cache
 
@@ -19,7 +19,7 @@ PAIRS = [(a, b) for a in SMALL for b in SMALL]
 
 @cache
 def real_matrix(student: str, teacher: str) -> ProjectionMatrix:
-    """The default build of two real tokenizers; skips the test where there are none."""
+    """Build the default matrix of two real tokenizers, or skip the test."""
     return build_projection(real_tokenizer(student), real_tokenizer(teacher))
 
 

@@ -1,6 +1,6 @@
-"""The longest content that a token begins with, by brute force."""
+"""The longest prefix of a token among given contents, by brute force."""
 
 
 def longest(token: bytes, contents: list[bytes]) -> bytes:
-    """Every content is looked at."""
+    """Return the longest content that the token begins with, or b""."""
     return max((content for content in contents if content and token.startswith(content)), key=len, default=b"")

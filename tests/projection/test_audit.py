@@ -1,4 +1,4 @@
-"""Figures of the audit, against published ones and against counts made here."""
+"""Figures of the audit against published figures and independent counts."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.tokenizers_fixture import real_tokenizer
 
 @pytest.mark.tokenizers
 def test_published_overlap(llama_qwen: ProjectionMatrix) -> None:
-    """methods.md §2.7: Qwen3–Llama .848; Llama numerals have no exact partner in a single-digit vocabulary."""
+    """Compare with methods.md §2.7: Qwen3–Llama .848; Llama's numerals have no exact partner for single digits."""
     figures = audit(real_tokenizer("llama3_1"), real_tokenizer("qwen3"), llama_qwen)
     assert figures.overlap == pytest.approx(0.848, abs=0.01)
     assert figures.digits == (Coverage(10, 10, 10), Coverage(100, 0, 100), Coverage(1000, 0, 1000))
@@ -33,10 +33,10 @@ def test_published_overlap(llama_qwen: ProjectionMatrix) -> None:
     ],
 )
 def test_published_overlaps_of_pieces(student: str, teacher: str, published: float) -> None:
-    """methods.md §2.7, gpt4o for gpt-oss, which has its pieces. Bug: pieces that are wrong for a kind of token."""
-    left, right = pieces_of(real_tokenizer(student)), pieces_of(real_tokenizer(teacher))
-    pairs = exact_pairs(left, right, left.lengths > 0, right.lengths > 0)
-    assert len(pairs) / min(left.vocab_size, right.vocab_size) == pytest.approx(published, abs=0.01)
+    """Bug: wrong pieces for a kind of token. From methods.md §2.7; gpt-oss has the pieces of gpt4o."""
+    student_pieces, teacher_pieces = pieces_of(real_tokenizer(student)), pieces_of(real_tokenizer(teacher))
+    pairs = exact_pairs(student_pieces, teacher_pieces, student_pieces.lengths > 0, teacher_pieces.lengths > 0)
+    assert len(pairs) / min(student_pieces.vocab_size, teacher_pieces.vocab_size) == pytest.approx(published, abs=0.01)
 
 
 def test_a_tokenizer_with_itself_is_fully_covered() -> None:
@@ -46,7 +46,7 @@ def test_a_tokenizer_with_itself_is_fully_covered() -> None:
 
 
 def test_counts_of_a_small_pair() -> None:
-    """Oracle: the rows themselves, by Python's own text methods."""
+    """Compare with counts over the rows by Python's string methods."""
     student, teacher = SMALL["three_digits"], SMALL["one_digit"]
     matrix = build_projection(student, teacher, top_k=2)
     figures = audit(student, teacher, matrix)
@@ -76,7 +76,7 @@ def test_a_matrix_of_other_sizes_is_refused() -> None:
 
 
 def healthy(**changes: object) -> Audit:
-    """Figures of a pair that every loss fits."""
+    """Return figures of a pair that suits every loss."""
     full = Coverage(100, 100, 100)
     figures = {
         "student_name": "student",
@@ -144,7 +144,7 @@ def test_a_real_pair_warns_about_numerals_only(llama_qwen: ProjectionMatrix) -> 
 
 
 def test_text_without_rows_is_counted() -> None:
-    """Special tokens without a row are not text; catches a warning about a vocabulary with many of them."""
+    """Bug: special tokens without a row count as text, and a vocabulary with many of them gets a warning."""
     student, teacher = SMALL["three_digits"], SMALL["one_digit"]
     figures = audit(student, teacher, exact_map(student, teacher))
     lengths = pieces_of(student).lengths

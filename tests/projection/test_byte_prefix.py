@@ -1,4 +1,4 @@
-"""Φ against brute force."""
+"""The map Φ of longest prefixes against brute force."""
 
 import numpy as np
 import pytest
@@ -12,20 +12,20 @@ from tests.tokenizers_fixture import byte_level, sentencepiece
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
 def test_every_teacher_token(names: tuple[str, str]) -> None:
-    """Catches a shorter prefix taken for the longest, and a special token's name taken for text."""
+    """Catches a prefix that is not the longest, and a special token's name that counts as text."""
     student, teacher = (SMALL[name] for name in names)
     phi = build_projection(student, teacher).byte_prefix
-    left, right = pieces_of(student).as_list(), pieces_of(teacher).as_list()
-    assert phi.shape == (len(right),)
-    for t, token in enumerate(right):
+    student_pieces, teacher_pieces = pieces_of(student).as_list(), pieces_of(teacher).as_list()
+    assert phi.shape == (len(teacher_pieces),)
+    for t, token in enumerate(teacher_pieces):
         if token:
-            assert left[phi[t]] == longest(token, left)
+            assert student_pieces[phi[t]] == longest(token, student_pieces)
         else:
-            assert phi[t] == -1 or left[phi[t]] == b""
+            assert phi[t] == -1 or student_pieces[phi[t]] == b""
 
 
-def test_of_equal_bytes_the_partner_else_the_natural_piece() -> None:
-    """` fox` is an ordinary piece and an added token of the student."""
+def test_the_ordinary_piece_of_equal_bytes_comes_first() -> None:
+    """Bug: the student's added token ` fox` wins over its ordinary piece with the same bytes."""
     student, teacher = byte_level(530), sentencepiece()
     student.add_tokens([" fox"])
     phi = build_projection(student, teacher).byte_prefix
@@ -33,7 +33,7 @@ def test_of_equal_bytes_the_partner_else_the_natural_piece() -> None:
 
 
 def test_tokens_without_bytes_go_by_role_or_nowhere() -> None:
-    """Two ends of the teacher, one of the student: both are it. Roles are those the matrix was built with."""
+    """Catches end tokens without their partner (the teacher has two), and roles other than the matrix's."""
     student, teacher = byte_level(430, eos="<|endoftext|>", extra=("<|mine|>",)), SMALL["one_digit"]
     end, mine, start = student.eos_token_id, student.convert_tokens_to_ids("<|mine|>"), "<|im_start|>"
     phi = build_projection(student, teacher).byte_prefix
@@ -51,7 +51,7 @@ def test_tokens_without_bytes_go_by_role_or_nowhere() -> None:
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
 def test_the_teacher_tokens_that_begin_with_another(names: tuple[str, str]) -> None:
-    """Against a look at every pair of tokens; catches a range that leaves out equal bytes under another id."""
+    """Catches a range without equal bytes under another id, by comparing every pair of tokens."""
     teacher = SMALL[names[1]]
     order, begin, end = build_projection(SMALL[names[0]], teacher).teacher_byte_order.T
     pieces = pieces_of(teacher).as_list()

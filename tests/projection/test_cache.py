@@ -26,8 +26,8 @@ def test_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second.weights.tolist() == first.weights.tolist()
 
 
-def test_what_the_matrix_depends_on_names_another_file() -> None:
-    """Catches a stale matrix after a change of an option, of the pair, or of which token is eos."""
+def test_a_changed_input_of_the_matrix_names_another_file() -> None:
+    """Catches a stale matrix after a change of an option, of the pair or of the eos token."""
     tokenizer = byte_level(410, extra=("<|end_of_text|>",))
     paths = [cached_projection(STUDENT, TEACHER, top_k)[1] for top_k in (1, 2)]
     paths += [cached_projection(TEACHER, STUDENT)[1], cached_projection(tokenizer, TEACHER)[1]]
@@ -48,7 +48,7 @@ def test_a_damaged_file_is_built_again(content: bytes | None) -> None:
 
 
 def test_writers_at_the_same_time(folder: Path) -> None:
-    """Catches a shared temporary name, by which one writer renames the half-written file of another."""
+    """Catches a shared temporary name: one writer would rename another's half-written file."""
     with ThreadPoolExecutor(8) as pool:
         matrices = list(pool.map(lambda _: cached_projection(STUDENT, TEACHER)[0], range(8)))
     assert all(matrix.indices.tolist() == matrices[0].indices.tolist() for matrix in matrices)

@@ -1,4 +1,4 @@
-"""The order of a teacher's columns by student token, and projections onto such columns."""
+"""Teacher columns in the order of student tokens, and projections onto them."""
 
 from dataclasses import fields
 
@@ -11,13 +11,13 @@ from .conftest import SMALL
 
 
 def test_pairs_are_in_the_order_of_the_student() -> None:
-    """Students 0 and 3 are exact; 4 is spelled by a partner of another token; nothing reaches the teacher's 2."""
+    """Student tokens 0 and 3 are exact, 4 is spelled by another token's partner, and no row reaches teacher token 2."""
     indices = [[4, -1], [1, 3], [-1, -1], [0, -1], [0, 1]]
     weights = [[1, 0], [0.5, 0.5], [0, 0], [1, 0], [0.5, 0.5]]
     exact = [True, False, False, True, False]
     matrix = ProjectionMatrix(indices, weights, exact, teacher_vocab_size=5)
     assert order_by_student(matrix, 5).tolist() == [4, 1, 3, 0, 2]
-    # Ids that only one of the two sizes has keep their number.
+    # Ids beyond the smaller vocabulary keep their number.
     assert order_by_student(matrix, 7).tolist() == [4, 1, 3, 0, 2, 5, 6]
     order = order_by_student(matrix, 3)
     assert order.tolist() == [1, 0, 2]
@@ -25,7 +25,7 @@ def test_pairs_are_in_the_order_of_the_student() -> None:
 
 
 def test_back_and_forth() -> None:
-    """Catches an array that keeps the old ids, or pieces that are cut at the old ends."""
+    """Catches an array with the old ids, and pieces that are cut at the old ends."""
     tokenizers = SMALL["three_digits"], SMALL["sentencepiece"]
     matrix = add_shared_prefix(add_byte_prefix(build_projection(*tokenizers), *tokenizers), *tokenizers)
     order = order_by_student(matrix, matrix.teacher_vocab_size)

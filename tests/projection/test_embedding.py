@@ -1,4 +1,4 @@
-"""The embedding generator, against float64 loops and against spaces whose rotation is known."""
+"""The embedding generator against float64 loops, and for spaces with a known rotation."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def matrix() -> ProjectionMatrix:
 
 
 def latents(tokenizer: object) -> np.ndarray:
-    """[ids, 12]: the same vector for the same bytes in every tokenizer."""
+    """Return vectors [ids, 12] that are equal for equal bytes in every tokenizer."""
     rows = [np.random.default_rng([1, *piece]).normal(size=12) for piece in pieces_of(tokenizer).as_list()]
     return np.stack(rows)
 
@@ -43,7 +43,7 @@ def orthonormal(rows: int, columns: int, seed: int) -> np.ndarray:
 
 
 def embeddings(student_width: int, teacher_width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One space of meaning, turned and moved differently on the two sides; padded rows of the head are huge."""
+    """Return the latents, rotated and shifted differently for student and teacher; the head's padding is huge."""
     sides = []
     for tokenizer, width, seed in ((STUDENT, student_width, 3), (TEACHER, teacher_width, 4)):
         rotated = latents(tokenizer) @ orthonormal(12, width, seed) + seed
@@ -53,32 +53,32 @@ def embeddings(student_width: int, teacher_width: int) -> tuple[torch.Tensor, to
 
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_a_rotation_between_the_spaces_is_found(matrix: ProjectionMatrix, widths: tuple[int, int]) -> None:
-    """A row that is nearest to a teacher token by construction gets it, whatever D and E. Catches a transposed map."""
+    """Catches a transposed map: a row must get the teacher token that it is nearest to by construction."""
     student_VD, teacher_WE = embeddings(*widths)
     rows = np.flatnonzero(~matrix.exact & (pieces_of(STUDENT).lengths > 0))
     targets = np.flatnonzero(pieces_of(TEACHER).lengths > 0)[: len(rows)]
     student_VD[rows] = torch.from_numpy(latents(TEACHER)[targets] @ orthonormal(12, widths[0], 3) + 3).float()
     start = exact_map(STUDENT, TEACHER)
-    made = add_embeddings(start, STUDENT, TEACHER, student_VD, teacher_WE, weight=1, temperature=0.01, width=1)
-    assert made.indices[rows, 0].tolist() == targets.tolist()
-    assert (made.options.embedding_anchors, made.options.embedding_weight) == (anchors(start).shape[0], 1)
+    matched = add_embeddings(start, STUDENT, TEACHER, student_VD, teacher_WE, weight=1, temperature=0.01, width=1)
+    assert matched.indices[rows, 0].tolist() == targets.tolist()
+    assert (matched.options.embedding_anchors, matched.options.embedding_weight) == (anchors(start).shape[0], 1)
 
 
 def anchors(matrix: ProjectionMatrix) -> np.ndarray:
-    left = pieces_of(STUDENT)
-    return np.array([(s, t) for s, t in matrix.shared_pairs.tolist() if left.lengths[s]])
+    student_pieces = pieces_of(STUDENT)
+    return np.array([(s, t) for s, t in matrix.shared_pairs.tolist() if student_pieces.lengths[s]])
 
 
 def expected_row(matrix: ProjectionMatrix, row: int, settings: EmbeddingSource) -> dict[int, float]:
-    """D = E. Procrustes as one rotation of the student into the teacher's space, one cosine at a time."""
+    """Return a row for equal widths: Procrustes as one rotation of the student's space, one cosine at a time."""
     student, teacher = settings.student.double().numpy(), settings.teacher.double().numpy()
     pairs = anchors(matrix)
-    centre, other = student[pairs[:, 0]].mean(axis=0), teacher[pairs[:, 1]].mean(axis=0)
-    covariance = sum(np.outer(unit(student[s] - centre), unit(teacher[t] - other)) for s, t in pairs)
+    centre, teacher_centre = student[pairs[:, 0]].mean(axis=0), teacher[pairs[:, 1]].mean(axis=0)
+    covariance = sum(np.outer(unit(student[s] - centre), unit(teacher[t] - teacher_centre)) for s, t in pairs)
     u, _, vt = np.linalg.svd(covariance)
     turned = (student[row] - centre) @ (u @ vt)
     texts = [t for t, piece in enumerate(pieces_of(TEACHER).as_list()) if piece]
-    cosines = sorted(((float(unit(turned) @ unit(teacher[t] - other)), t) for t in texts), reverse=True)
+    cosines = sorted(((float(unit(turned) @ unit(teacher[t] - teacher_centre)), t) for t in texts), reverse=True)
     shares = {t: np.exp(cosine / settings.temperature) for cosine, t in cosines[: settings.width]}
     mass = {t: w for t, w in zip(matrix.indices[row].tolist(), matrix.weights[row].tolist(), strict=True) if t >= 0}
     for t, share in shares.items():
@@ -91,35 +91,35 @@ def unit(vector: np.ndarray) -> np.ndarray:
 
 
 def test_rows_against_loops(matrix: ProjectionMatrix) -> None:
-    """Noise on one side, so that cosines are no 0 or 1. Exact, special and hole rows stay as they were."""
+    """Catches wrong weights, and changed exact, special or empty rows. Noise keeps cosines away from 0 and 1."""
     student, teacher = embeddings(12, 12)
     student = student + 0.5 * torch.randn(student.shape, generator=torch.Generator().manual_seed(0))
     settings = EmbeddingSource(student, teacher, weight=0.3, temperature=0.2, width=3)
-    made = add_embeddings(matrix, STUDENT, TEACHER, student, teacher, weight=0.3, temperature=0.2, width=3)
+    mixed = add_embeddings(matrix, STUDENT, TEACHER, student, teacher, weight=0.3, temperature=0.2, width=3)
     changed = np.flatnonzero(~matrix.exact & (pieces_of(STUDENT).lengths > 0))
     assert len(changed) > 30
     for row in changed[::3].tolist():
-        found = zip(made.indices[row].tolist(), made.weights[row].tolist(), strict=True)
+        entries = zip(mixed.indices[row].tolist(), mixed.weights[row].tolist(), strict=True)
         # float32 cosines of 12 terms, sharpened by 1 / 0.2
-        assert {t: w for t, w in found if t >= 0} == pytest.approx(expected_row(matrix, row, settings), abs=1e-5)
-        assert (np.diff(made.weights[row]) <= 0).all()
-    kept = np.setdiff1d(np.arange(matrix.student_vocab_size), changed)
-    assert np.array_equal(made.indices[kept, :2], matrix.indices[kept])
-    assert np.array_equal(made.weights[kept, :2], matrix.weights[kept])
-    assert (made.indices[kept, 2:] == -1).all()
+        assert {t: w for t, w in entries if t >= 0} == pytest.approx(expected_row(matrix, row, settings), abs=1e-5)
+        assert (np.diff(mixed.weights[row]) <= 0).all()
+    unchanged = np.setdiff1d(np.arange(matrix.student_vocab_size), changed)
+    assert np.array_equal(mixed.indices[unchanged, :2], matrix.indices[unchanged])
+    assert np.array_equal(mixed.weights[unchanged, :2], matrix.weights[unchanged])
+    assert (mixed.indices[unchanged, 2:] == -1).all()
 
 
 def test_block_size_changes_nothing(matrix: ProjectionMatrix, monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = embeddings(20, 12)
     settings = {"weight": 0.3, "temperature": 0.1, "width": 3}
-    whole = add_embeddings(matrix, STUDENT, TEACHER, student, teacher, **settings)
+    expected = add_embeddings(matrix, STUDENT, TEACHER, student, teacher, **settings)
     monkeypatch.setattr(embedding, "_BLOCK_CELLS", 1000)
     seen: list[tuple[int, int]] = []
     parts = add_embeddings(
         matrix, STUDENT, TEACHER, student, teacher, **settings, progress=lambda *done: seen.append(done)
     )
-    assert np.array_equal(whole.indices, parts.indices)
-    assert whole.weights == pytest.approx(parts.weights, abs=1e-6)
+    assert np.array_equal(expected.indices, parts.indices)
+    assert expected.weights == pytest.approx(parts.weights, abs=1e-6)
     assert len(seen) > 10
     assert seen[-1][0] == seen[-1][1]
 
@@ -166,7 +166,7 @@ def test_refused(source: EmbeddingSource, reason: str) -> None:
 
 
 def test_padded_rows_of_the_head_may_be_anything() -> None:
-    """Rows beyond the tokenizer are not read, so they need not be finite."""
+    """Bug: rows beyond the tokenizer must be finite although they are not read."""
     student = torch.cat([GOOD.student, torch.full((1, 12), torch.nan)])
     assert build_projection(STUDENT, TEACHER, embeddings=replace(GOOD, student=student)).exact.any()
 

@@ -1,4 +1,4 @@
-"""What a projection refuses to be made from, and to be loaded from."""
+"""Arrays and files that a projection refuses, and files that it reads back."""
 
 import json
 import pickle
@@ -125,12 +125,12 @@ def test_a_file_of_another_pair_is_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    """At any length: catches a reader that crashes or takes half a file for a whole one."""
+    """Catches a reader that crashes on a cut file, or accepts one."""
     path = tmp_path / "matrix.safetensors"
     small_with_maps().save(path)
-    whole = path.read_bytes()
-    for length in range(0, len(whole), 7):
-        path.write_bytes(whole[:length])
+    content = path.read_bytes()
+    for length in range(0, len(content), 7):
+        path.write_bytes(content[:length])
         with pytest.raises(ProjectionError):
             ProjectionMatrix.load(path)
 
@@ -148,7 +148,7 @@ def test_a_pickle_is_never_run(tmp_path: Path, name: str) -> None:
 
 
 def test_a_file_of_nemo_rl_is_told_by_its_suffix(tmp_path: Path) -> None:
-    """With both tokenizers it becomes a matrix of theirs; with one there is nothing to tell them apart by."""
+    """Catches a file that is bound to one tokenizer only, or to the wrong pair."""
     student, teacher = SMALL["three_digits"], SMALL["one_digit"]
     matrix = build_projection(student, teacher)
     path = tmp_path / "old.pt"
@@ -168,7 +168,7 @@ def test_a_file_of_nemo_rl_is_told_by_its_suffix(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, metadata: dict[str, str | None], **arrays: np.ndarray | None) -> None:
-    """The same file with other header entries and arrays; None leaves one out."""
+    """Rewrite a file with changed header entries and arrays; None removes an entry."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])["__metadata__"] | metadata
@@ -252,7 +252,7 @@ def test_a_missing_or_misshapen_array(tmp_path: Path, name: str) -> None:
 
 
 def test_values_that_no_matrix_has(tmp_path: Path) -> None:
-    """Catches a file that is taken for a matrix without the checks of one."""
+    """Catches a loader that skips the checks of a new matrix."""
     path = tmp_path / "matrix.safetensors"
     small_with_maps().save(path)
     rewritten(path, {}, weights=np.full((3, 2), np.nan, np.float32))
@@ -261,14 +261,14 @@ def test_values_that_no_matrix_has(tmp_path: Path) -> None:
 
 
 def test_any_damage_is_an_error_or_a_matrix(tmp_path: Path) -> None:
-    """A few bytes changed anywhere, 500 times. Catches an exception of a library that reaches the user."""
+    """Catches a library's exception that reaches the user, by 500 files with one to three changed bytes."""
     path = tmp_path / "matrix.safetensors"
     small_with_maps().save(path)
-    whole, generator = path.read_bytes(), np.random.default_rng(0)
+    content, generator = path.read_bytes(), np.random.default_rng(0)
     refused = 0
     for _ in range(500):
-        damaged = bytearray(whole)
-        for place in generator.integers(len(whole), size=generator.integers(1, 4)).tolist():
+        damaged = bytearray(content)
+        for place in generator.integers(len(content), size=generator.integers(1, 4)).tolist():
             damaged[place] = int(generator.integers(256))
         path.write_bytes(damaged)
         try:
@@ -279,7 +279,7 @@ def test_any_damage_is_an_error_or_a_matrix(tmp_path: Path) -> None:
 
 
 def test_a_file_says_how_it_was_built(tmp_path: Path) -> None:
-    """Catches options that come back with lists for tuples, and so differ from those that made them."""
+    """Catches options that come back with lists instead of tuples, and so differ from the original."""
     path = tmp_path / "matrix.safetensors"
     roles = {"<|begin_of_text|>": "opening", "<|im_start|>": ("opening", "bos")}
     matrix = build_projection(SMALL["three_digits"], SMALL["one_digit"], reverse=True, roles=roles)

@@ -1,4 +1,4 @@
-"""Direct and reverse spelling, against rows made entry by entry."""
+"""Direct and reverse spelling against an oracle that computes one entry at a time."""
 
 from collections import defaultdict
 
@@ -16,7 +16,7 @@ from tests.tokenizers_fixture import byte_level
 
 
 def spelling(tokenizer: object, piece: bytes) -> list[int]:
-    """One piece at a time: through the whole tokenizer where that keeps its bytes, else through the model."""
+    """Spell one piece with the whole tokenizer if that keeps its bytes, otherwise with the model alone."""
     pieces, backend = pieces_of(tokenizer), tokenizer.backend_tokenizer
     attempts = [RawModel(backend, pieces).encode(piece)]
     if piece.decode("utf-8", "ignore").encode() == piece:
@@ -25,18 +25,18 @@ def spelling(tokenizer: object, piece: bytes) -> list[int]:
 
 
 def expected_rows(student: object, teacher: object, start: ProjectionMatrix, reverse: bool) -> dict[int, list]:
-    """Row → [(weight, is reverse, teacher id)], all of them, the best first."""
-    left, right = pieces_of(student), pieces_of(teacher)
-    special = pair_special_tokens(student, teacher, left, right)
+    """Return all entries (−weight, is reverse, teacher id), keyed by row, the best first."""
+    student_pieces, teacher_pieces = pieces_of(student), pieces_of(teacher)
+    special = pair_special_tokens(student, teacher, student_pieces, teacher_pieces)
     cells: dict[int, dict[int, list]] = defaultdict(dict)
-    open_rows = [s for s in range(left.vocab_size) if special.student_class[s] == TEXT and not start.exact[s]]
+    open_rows = [s for s in range(student_pieces.vocab_size) if special.student_class[s] == TEXT and not start.exact[s]]
     for s in open_rows:
-        for place, t in enumerate(spelling(teacher, left.bytes_of(s))):
+        for place, t in enumerate(spelling(teacher, student_pieces.bytes_of(s))):
             cells[s].setdefault(t, [0.0, False])[0] += 0.9 * 0.1**place
     partners = {int(t) for t in start.indices[start.exact, 0]}
-    for t in range(right.vocab_size) if reverse else ():
+    for t in range(teacher_pieces.vocab_size) if reverse else ():
         if special.teacher_class[t] == TEXT and t not in partners:
-            for place, s in enumerate(spelling(student, right.bytes_of(t))):
+            for place, s in enumerate(spelling(student, teacher_pieces.bytes_of(t))):
                 if s in open_rows:
                     cells[s].setdefault(t, [0.0, True])[0] += 0.9 * 0.1**place
     return {s: sorted((-w, later, t) for t, (w, later) in row.items()) for s, row in cells.items()}
@@ -45,7 +45,7 @@ def expected_rows(student: object, teacher: object, start: ProjectionMatrix, rev
 @pytest.mark.parametrize("reverse", [False, True], ids=["direct", "reverse"])
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
 def test_rows_entry_by_entry(names: tuple[str, str], reverse: bool) -> None:
-    """Catches a reverse entry in an exact or special row, its weight taken at the wrong end, and rows mixed up."""
+    """Catches a reverse entry in an exact or special row, a weight by the wrong position, and swapped rows."""
     student, teacher = SMALL[names[0]], SMALL[names[1]]
     start = exact_map(student, teacher)
     matrix = add_multi_token(start, student, teacher, width=3, reverse=reverse)
@@ -70,7 +70,7 @@ def test_a_row_that_has_entries_stays_without_reverse() -> None:
 
 
 def test_truncation_and_padding_of_the_tokenizer_do_not_matter() -> None:
-    """Catches a pass that spells with the first token of each piece, or leaves the user's setting changed."""
+    """Catches a pass that spells with the first token of each piece, or that changes the user's setting."""
     student, teacher = SMALL["three_digits"], byte_level(460, r"\p{N}|[^\s\p{L}\p{N}]+|\s?\p{L}+|\s+")
     expected = add_multi_token(exact_map(student, teacher), student, teacher, width=3)
     teacher.backend_tokenizer.enable_truncation(1)

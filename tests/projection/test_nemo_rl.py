@@ -1,4 +1,4 @@
-"""NeMo-RL's `.pt` files, written as its tools write them, and what poses as one."""
+"""NeMo-RL's `.pt` files as its tools write them, and files that only look like one."""
 
 import os
 import pickle
@@ -29,24 +29,24 @@ def dense(indices: list[list[int]], likelihoods: list[list[float]], **more: obje
 
 
 def rows(matrix: ProjectionMatrix) -> list[dict[int, float]]:
-    """By a loop: the entries of each row."""
+    """Return the entries of each row, by a loop."""
     pairs = (zip(ids, shares, strict=True) for ids, shares in zip(matrix.indices, matrix.weights, strict=True))
     return [{int(t): float(w) for t, w in row if t >= 0} for row in pairs]
 
 
 def test_dense_rows_are_normalised_sorted_and_added_up(tmp_path: Path) -> None:
-    """Catches weights taken for normalised, −1 taken for the last id, and a repeated id kept twice."""
+    """Catches unnormalised weights, −1 read as the last id, and a repeated id with two entries."""
     content = dense([[5, 7, -1], [3, 2, 3], [4, 9, 0], [-1, -1, -1]], [[1, 3, 0.2], [2, 6, 4], [1, 0, 0], [0, 0, 0]])
     matrix = nemo_rl.read(saved(tmp_path, content))
     assert rows(matrix) == [{7: 0.75, 5: 0.25}, {2: 0.5, 3: 0.5}, {4: 1.0}, {}]
-    assert matrix.indices[:2].tolist() == [[7, 5], [2, 3]]  # heaviest first, of equals the lower id
+    assert matrix.indices[:2].tolist() == [[7, 5], [2, 3]]  # heaviest first, ties by id
     assert (matrix.student_vocab_size, matrix.teacher_vocab_size) == (4, 8)
     assert not matrix.exact.any()
     assert matrix.options.passes == (nemo_rl.PASS,)
 
 
 def test_pair_counts_are_the_same_map(tmp_path: Path) -> None:
-    """The two forms of one map, and counts written as ints, floats or tensors."""
+    """Catches a difference between the two forms of a map, and counts as ints, floats or tensors."""
     counts = {(0, 5): 1, (0, 7): torch.tensor(3.0), (1, 3): 6.0, (1, 2): 6.0, (2, 4): 1, (2, 9): 0}
     assert rows(nemo_rl.read(saved(tmp_path, counts))) == [{7: 0.75, 5: 0.25}, {2: 0.5, 3: 0.5}, {4: 1.0}]
 
@@ -59,7 +59,7 @@ def test_the_models_are_remembered(tmp_path: Path, keys: tuple[str, str]) -> Non
 
 
 def test_the_scale_column_is_no_part_of_the_map(tmp_path: Path) -> None:
-    """Catches mass 0.2 on an unrelated id; a row with nothing else is empty."""
+    """Catches mass 0.2 on an unrelated id, and a row with the scale column alone that is not empty."""
     content = dense([[5, 6, 11], [11, 12, 13]], [[0.6, 0.2, 0.2], [0, 0, 1.0]], enable_scale_trick=True)
     matrix = nemo_rl.read(saved(tmp_path, content))
     assert rows(matrix) == [pytest.approx({5: 0.75, 6: 0.25}), {}]
@@ -69,22 +69,22 @@ def test_the_scale_column_is_no_part_of_the_map(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32])
 def test_all_number_types(tmp_path: Path, dtype: torch.dtype) -> None:
-    """NeMo-RL computes likelihoods in bfloat16, which NumPy does not know."""
+    """Bug: NeMo-RL's bfloat16 likelihoods are refused, as NumPy lacks the type."""
     content = {"indices": torch.tensor([[1, 2]], dtype=torch.int32), "likelihoods": torch.tensor([[3, 1]], dtype=dtype)}
     assert rows(nemo_rl.read(saved(tmp_path, content))) == [{1: 0.75, 2: 0.25}]
 
 
 def test_long_rows_are_cut(tmp_path: Path) -> None:
-    """Catches a matrix as wide as its longest row: counts of the reverse pass have rows of hundreds."""
+    """Catches a matrix as wide as its longest row: counts of the reverse pass have rows with hundreds of entries."""
     counts = {(0, t): float(t) for t in range(1, 201)} | {(1, 3): 1.0}
     matrix = nemo_rl.read(saved(tmp_path, counts))
-    kept = range(200, 200 - nemo_rl.MAX_WIDTH, -1)
-    assert matrix.indices[0].tolist() == list(kept)
-    np.testing.assert_allclose(matrix.weights[0], [t / sum(kept) for t in kept], rtol=2**-23)
+    heaviest = range(200, 200 - nemo_rl.MAX_WIDTH, -1)
+    assert matrix.indices[0].tolist() == list(heaviest)
+    np.testing.assert_allclose(matrix.weights[0], [t / sum(heaviest) for t in heaviest], rtol=2**-23)
 
 
 class Hostile:
-    """Makes a folder when unpickled with code allowed."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -104,15 +104,15 @@ def test_code_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_class_of_the_standard_library_is_code_too(tmp_path: Path) -> None:
-    """What NeMo-RL accumulates counts in, saved as it is."""
+    """Bug: NeMo-RL's defaultdict of counts, saved unchanged, runs code or fails without a remedy."""
     path = saved(tmp_path, defaultdict(float, {(0, 1): 1.0}))
     with pytest.raises(ProjectionError, match=r"defaultdict.*plain dicts"):
         nemo_rl.read(path)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
-    whole = saved(tmp_path, dense([[1, 2]] * 500, [[1.0, 1.0]] * 500)).read_bytes()
-    contents = {"empty": b"", "text": b"hello", "truncated": whole[: len(whole) // 2], "zeros": b"\0" * 64}
+def test_files_that_are_not_projections(tmp_path: Path) -> None:
+    valid = saved(tmp_path, dense([[1, 2]] * 500, [[1.0, 1.0]] * 500)).read_bytes()
+    contents = {"empty": b"", "text": b"hello", "truncated": valid[: len(valid) // 2], "zeros": b"\0" * 64}
     for name, content in contents.items():
         path = tmp_path / f"{name}.pt"
         path.write_bytes(content)
@@ -156,22 +156,22 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({(0, 1): 0.0}, "no entry has any weight"),
     ],
 )
-def test_values_that_cannot_be(tmp_path: Path, content: object, reason: str) -> None:
+def test_impossible_values(tmp_path: Path, content: object, reason: str) -> None:
     path = saved(tmp_path, content)
     with pytest.raises(ProjectionError, match=rf"map\.pt is not a usable NeMo-RL projection: .*{reason}"):
         nemo_rl.read(path)
 
 
 def test_a_small_file_that_stands_for_terabytes(tmp_path: Path) -> None:
-    """Catches memory filled from a view that repeats one number."""
-    one = torch.ones(1, dtype=torch.long)
-    path = saved(tmp_path, {"indices": one.expand(2**20, 2**20), "likelihoods": one.float().expand(2**20, 2**20)})
+    """Catches memory that a view of one repeated number fills."""
+    number = torch.ones(1, dtype=torch.long)
+    path = saved(tmp_path, {"indices": number.expand(2**20, 2**20), "likelihoods": number.float().expand(2**20, 2**20)})
     with pytest.raises(ProjectionError, match="larger than what is stored"):
         nemo_rl.read(path)
 
 
 def exported(matrix: ProjectionMatrix, padding: int = 0) -> dict[str, object]:
-    """As NeMo-RL would write it: int64 and bfloat16, rows up to the padded head, arbitrary ids where nothing is."""
+    """Return a matrix as NeMo-RL writes it: int64 and bfloat16, rows for the padded head, any id in empty entries."""
     indices = torch.from_numpy(np.where(matrix.indices >= 0, matrix.indices, 3)).long()
     likelihoods = torch.from_numpy(matrix.weights).bfloat16()
     pad = (0, 0, 0, padding)
@@ -182,19 +182,19 @@ def exported(matrix: ProjectionMatrix, padding: int = 0) -> dict[str, object]:
 
 
 def test_bound_to_its_pair_it_is_the_matrix_that_was_exported(tmp_path: Path) -> None:
-    """Rows, exact flags, sizes and fingerprints against the build; bfloat16 keeps 8 bits of a weight."""
+    """Compare rows, exact flags, sizes and fingerprints with the build; bfloat16 keeps 8 bits of a weight."""
     built = build_projection(STUDENT, TEACHER)
     bound = nemo_rl.bind(nemo_rl.read(saved(tmp_path, exported(built, padding=56))), STUDENT, TEACHER)
     assert bound.exact.tolist() == built.exact.tolist()
     assert [row.keys() for row in rows(bound)] == [row.keys() for row in rows(built)]
     for ours, theirs in zip(rows(bound), rows(built), strict=True):
-        assert ours == pytest.approx(theirs, rel=2**-7)  # its rounding and that of the row's sum
+        assert ours == pytest.approx(theirs, rel=2**-7)  # rounding of the weight and of the row's sum
     assert (bound.student_fingerprint, bound.teacher_fingerprint) == (fingerprint(STUDENT), fingerprint(TEACHER))
     assert bound.teacher_vocab_size == pieces_of(TEACHER).vocab_size
 
 
 def test_a_row_with_more_than_its_partner_is_not_exact(tmp_path: Path) -> None:
-    """Exactness comes from bytes, not from a weight near 1."""
+    """Bug: a weight near 1 makes a row exact, and not its bytes."""
     built = build_projection(STUDENT, TEACHER)
     token = int(np.flatnonzero(built.exact & (pieces_of(STUDENT).lengths > 0))[0])
     content = exported(built)
@@ -207,7 +207,7 @@ def test_a_row_with_more_than_its_partner_is_not_exact(tmp_path: Path) -> None:
 
 
 def test_missing_rows_are_empty(tmp_path: Path) -> None:
-    """Counts end with the last student token that has any."""
+    """Bug: rows after the last student token with counts are missing."""
     token = STUDENT.convert_tokens_to_ids("a")
     counts = {(token, TEACHER.convert_tokens_to_ids("a")): 2.0}
     bound = nemo_rl.bind(nemo_rl.read(saved(tmp_path, counts)), STUDENT, TEACHER)
@@ -216,7 +216,7 @@ def test_missing_rows_are_empty(tmp_path: Path) -> None:
 
 
 def test_other_pairs_are_refused(tmp_path: Path) -> None:
-    """By ids out of range, and where the ids would fit by what their bytes are."""
+    """Catches a map of another pair by ids out of range and, if all ids fit, by their bytes."""
     built = build_projection(STUDENT, TEACHER)
     matrix = nemo_rl.read(saved(tmp_path, exported(built)))
     with pytest.raises(ProjectionError, match="has entries, but the student's tokenizer has 450 ids"):

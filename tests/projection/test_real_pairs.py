@@ -1,4 +1,4 @@
-"""What must hold for the rows of pairs of real tokenizers (methods.md §2), and what a build costs."""
+"""Properties of the rows of real pairs (methods.md §2), and the cost of a build."""
 
 import json
 import subprocess
@@ -18,22 +18,22 @@ from tests.tokenizers_fixture import real_tokenizer
 pytestmark = pytest.mark.tokenizers
 
 PAIRS = [("llama3_1", "qwen3"), ("gpt4o", "gemma3")]
-"""A build takes seconds: each tokenizer once, one of SentencePiece. `test_audit` has the overlaps of other pairs."""
+"""Each tokenizer once, one of them SentencePiece: a build takes seconds. `test_audit` has overlaps of more pairs."""
 every_pair = pytest.mark.parametrize("names", PAIRS, ids="-".join)
 
 
 @every_pair
 def test_no_mass_on_unrelated_ids(names: tuple[str, str]) -> None:
-    """Text leads to pieces of its own bytes and begins with the heaviest; roles never lead to text."""
+    """Catches text with mass on other bytes, or whose heaviest piece is not its beginning; roles that lead to text."""
     matrix = real_matrix(*names)
     tokenizers = [real_tokenizer(name) for name in names]
-    left, right = map(pieces_of, tokenizers)
-    special = pair_special_tokens(*tokenizers, left, right)
+    student_pieces, teacher_pieces = map(pieces_of, tokenizers)
+    special = pair_special_tokens(*tokenizers, student_pieces, teacher_pieces)
     student_is_text, teacher_is_text = special.student_class == TEXT, special.teacher_class == TEXT
     rows, places = np.nonzero(matrix.indices >= 0)
     columns = matrix.indices[rows, places]
     assert np.array_equal(student_is_text[rows], teacher_is_text[columns])
-    ours, theirs = left.as_list(), right.as_list()
+    ours, theirs = student_pieces.as_list(), teacher_pieces.as_list()
     text = student_is_text[rows]
     entries = zip(rows[text].tolist(), columns[text].tolist(), places[text].tolist(), strict=True)
     for s, t, place in entries:
@@ -45,7 +45,7 @@ def test_no_mass_on_unrelated_ids(names: tuple[str, str]) -> None:
 
 @every_pair
 def test_all_text_is_spelled(names: tuple[str, str]) -> None:
-    """But what holds `▁`, which a SentencePiece teacher has no piece for: there it is a space."""
+    """Catches empty rows of text, except text with `▁`, which means a space to a SentencePiece teacher."""
     matrix = real_matrix(*names)
     pieces = pieces_of(real_tokenizer(names[0]))
     contents = pieces.as_list()
@@ -55,13 +55,13 @@ def test_all_text_is_spelled(names: tuple[str, str]) -> None:
 
 
 def test_the_reverse_pass_adds_related_tokens_only(llama_qwen: ProjectionMatrix) -> None:
-    """And leaves alone exact rows, special rows and numerals. A build takes seconds of all threads."""
+    """Catches unrelated entries, changed exact rows, special rows or numerals, and a build of minutes."""
     tokenizers = real_tokenizer("llama3_1"), real_tokenizer("qwen3")
-    before = time.process_time()
+    start_s = time.process_time()
     both = build_projection(*tokenizers, reverse=True)
-    assert time.process_time() - before < 60
-    kept = llama_qwen.exact | (pieces_of(tokenizers[0]).lengths == 0)
-    assert np.array_equal(both.indices[kept], llama_qwen.indices[kept])
+    assert time.process_time() - start_s < 60
+    unchanged = llama_qwen.exact | (pieces_of(tokenizers[0]).lengths == 0)
+    assert np.array_equal(both.indices[unchanged], llama_qwen.indices[unchanged])
     vocab = tokenizers[0].get_vocab()
     numerals = [vocab[f"{value:03d}"] for value in range(1000)]
     assert np.array_equal(both.indices[numerals], llama_qwen.indices[numerals])
@@ -79,7 +79,7 @@ from pathlib import Path
 from tests.tokenizers_fixture import real_tokenizer
 from nemo_opd.projection import build_projection
 matrix = build_projection(*map(real_tokenizer, sys.argv[1:3]), reverse=True)
-# Of this process alone: the maximum that getrusage tells begins with the parent's.
+# getrusage's maximum includes the parent's memory.
 peak = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 print(json.dumps([time.process_time(), peak, matrix.options.passes]))
 """
@@ -87,11 +87,9 @@ print(json.dumps([time.process_time(), peak, matrix.options.passes]))
 
 @pytest.mark.nightly
 def test_a_build_takes_seconds_and_little_memory() -> None:
-    """The largest pair in a process of its own, with imports and tokenizers: its dense map is 100 GB.
+    """Catches a dense map, which has 100 GB for the largest pair; includes imports and tokenizers.
 
-    The test of the reverse pass has a smaller pair, and its time alone.
-
-    Processor time of all threads, as the machine may be busy.
+    Measures processor time of all threads, as the machine may be busy.
     """
     real_tokenizer("gemma3"), real_tokenizer("gpt4o")
     command = [sys.executable, "-c", BUILD, "gemma3", "gpt4o"]

@@ -1,4 +1,4 @@
-"""What people are shown of a projection: panel, tables, samples, heat map."""
+"""Displays of a projection: panel, tables, samples and heat map."""
 
 from dataclasses import replace
 from io import StringIO
@@ -48,7 +48,7 @@ def rendered(renderable: object, width: int = 80) -> str:
 
 
 def test_the_lines_of_a_header_fit_a_terminal(figures: Audit) -> None:
-    """At the figures of a large vocabulary."""
+    """Catches lines that become too long with the figures of a large vocabulary."""
     large = replace(figures, special=replace(figures.special, exact=1234, total=6415))
     text = " ".join(audit_lines(large))
     assert max(map(len, audit_lines(large))) <= 76
@@ -62,7 +62,7 @@ def test_numerals_that_neither_side_has(figures: Audit) -> None:
 
 
 def test_tables_render_hostile_tokens() -> None:
-    """Catches a token such as `[/b]` taken for rich markup, which raises."""
+    """Catches a token such as `[/b]` that rich reads as markup, which raises."""
     tokenizers = byte_level(400, eos="[/b]"), SMALL["sentencepiece"]
     matrix = build_projection(*tokenizers)
     text = rendered(audit_table(audit(*tokenizers, matrix)), 160)
@@ -72,13 +72,13 @@ def test_tables_render_hostile_tokens() -> None:
 
 
 def test_samples_are_rows_of_the_matrix(matrix: ProjectionMatrix) -> None:
-    """Oracle: the tokenizers' own tokens; kinds in order, no token twice, both exact and other rows."""
-    found = samples(matrix, *PAIR, count=4)
-    kinds = list(dict.fromkeys(sample.kind for sample in found))
+    """Catches kinds out of order, repeated tokens, and a lack of exact or other rows. Oracle: the tokenizers."""
+    rows = samples(matrix, *PAIR, count=4)
+    kinds = list(dict.fromkeys(sample.kind for sample in rows))
     assert kinds == [kind for kind in KINDS if kind in kinds]
     assert {"numerals", "white space", "special", "CJK", "partial UTF-8"} <= set(kinds)
-    assert len({sample.id for sample in found}) == len(found)
-    numerals = [sample for sample in found if sample.kind == "numerals"]
+    assert len({sample.id for sample in rows}) == len(rows)
+    numerals = [sample for sample in rows if sample.kind == "numerals"]
     assert [sample.exact for sample in numerals].count(True) == 2
     for sample in numerals:
         assert sample.token == repr(PAIR[0].convert_ids_to_tokens(sample.id))
@@ -91,11 +91,11 @@ def test_samples_are_rows_of_the_matrix(matrix: ProjectionMatrix) -> None:
 
 
 def test_samples_of_a_kind_that_is_all_exact() -> None:
-    """As many as asked for, not half of them."""
+    """Bug: half of the samples if all rows are exact."""
     tokenizer = SMALL["three_digits"]
-    found = samples(build_projection(tokenizer, tokenizer), tokenizer, tokenizer, count=3)
-    assert [sample.kind for sample in found].count("numerals") == 3
-    assert all(sample.exact for sample in found)
+    rows = samples(build_projection(tokenizer, tokenizer), tokenizer, tokenizer, count=3)
+    assert [sample.kind for sample in rows].count("numerals") == 3
+    assert all(sample.exact for sample in rows)
 
 
 def test_runs_of_spaces_are_counted() -> None:
@@ -106,7 +106,7 @@ def test_runs_of_spaces_are_counted() -> None:
 
 
 def test_labels_use_what_the_font_has() -> None:
-    """DejaVu has Cyrillic but no CJK; a box for every unknown character would look the same."""
+    """Bug: unknown characters are equal boxes. DejaVu has Cyrillic, but no CJK."""
     assert label("'да'") == "да"
     assert label("'東京'") == r"\u6771\u4eac"
     assert label(repr(" \t")) == r"␣\t"
@@ -115,18 +115,18 @@ def test_labels_use_what_the_font_has() -> None:
 
 
 def test_the_heat_map_shows_the_weights(matrix: ProjectionMatrix) -> None:
-    """Catches rows and columns swapped: the image against the matrix, by labels."""
-    found = samples(matrix, *PAIR, count=3)
-    axes = heat_map(found).axes[0]
+    """Catches swapped rows and columns, by the image's labels."""
+    rows = samples(matrix, *PAIR, count=3)
+    axes = heat_map(rows).axes[0]
     image = np.asarray(axes.images[0].get_array().filled(0))
-    columns = list(dict.fromkeys(entry.id for sample in found for entry in sample.entries))
-    assert image.shape == (len(found), len(columns))
-    for row, sample in enumerate(found):
+    columns = list(dict.fromkeys(entry.id for sample in rows for entry in sample.entries))
+    assert image.shape == (len(rows), len(columns))
+    for row, sample in enumerate(rows):
         assert image[row].sum() == pytest.approx(sum(entry.weight for entry in sample.entries))
         for entry in sample.entries:
             assert image[row, columns.index(entry.id)] == pytest.approx(entry.weight)
     assert [text.get_text() for text in axes.get_xticklabels()] == [
-        label(next(e.token for s in found for e in s.entries if e.id == column)) for column in columns
+        label(next(e.token for s in rows for e in s.entries if e.id == column)) for column in columns
     ]
 
 
@@ -139,7 +139,7 @@ def test_the_picture_is_whole_or_not_there(matrix: ProjectionMatrix, tmp_path: P
 
 
 def test_an_empty_sample_still_draws(tmp_path: Path) -> None:
-    """A matrix of one kind of token only, asked for none."""
+    """Bug: a picture of no samples fails."""
     matrix = build_projection(*PAIR)
     assert samples(matrix, *PAIR, count=0) == []
     plot_samples([], tmp_path / "map.png")

@@ -1,4 +1,4 @@
-"""Ψ_S and Ψ_T against brute force."""
+"""The maps Ψ_S and Ψ_T to shared tokens against brute force."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.tokenizers_fixture import byte_level, sentencepiece
 
 
 def sides(matrix: ProjectionMatrix, student: object, teacher: object) -> list[tuple[list[bytes], np.ndarray, int]]:
-    """(bytes of every id, its map, column of shared_pairs)"""
+    """Return (bytes of every id, map, column of shared_pairs) of student and teacher."""
     return [
         (pieces_of(student).as_list(), matrix.student_shared_prefix, 0),
         (pieces_of(teacher).as_list(), matrix.teacher_shared_prefix, 1),
@@ -26,20 +26,20 @@ def test_every_token_of_both_sides(names: tuple[str, str]) -> None:
     matrix = build_projection(student, teacher)
     shared = matrix.shared_pairs
     assert shared[:, 0].tolist() == np.flatnonzero(matrix.exact).tolist()
-    left = pieces_of(student).as_list()
-    known = [left[s] for s in shared[:, 0].tolist()]
+    student_pieces = pieces_of(student).as_list()
+    shared_contents = [student_pieces[s] for s in shared[:, 0].tolist()]
     for contents, psi, column in sides(matrix, student, teacher):
         assert psi.shape == (len(contents),)
         assert psi[shared[:, column]].tolist() == list(range(len(shared)))
         for token_id, token in enumerate(contents):
             if token:
-                assert known[psi[token_id]] == longest(token, known)
+                assert shared_contents[psi[token_id]] == longest(token, shared_contents)
             else:
-                assert psi[token_id] == -1 or known[psi[token_id]] == b""
+                assert psi[token_id] == -1 or shared_contents[psi[token_id]] == b""
 
 
 def spelled_by(tokenizer: PreTrainedTokenizerBase, pieces: list[bytes], content: bytes) -> list[int]:
-    """Ids that spell the bytes of a text, or none. pieces: the bytes of all ids."""
+    """Return ids that spell the bytes of a text, or an empty list. pieces: the bytes of all ids."""
     try:
         ids = tokenizer(content.decode(), add_special_tokens=False).input_ids
     except UnicodeDecodeError:
@@ -49,27 +49,29 @@ def spelled_by(tokenizer: PreTrainedTokenizerBase, pieces: list[bytes], content:
 
 @pytest.mark.parametrize("names", [("one_digit", "sentencepiece"), ("three_digits", "one_digit")], ids="-".join)
 def test_maps_by_spelling_follow_first_pieces_to_a_shared_token(names: tuple[str, str]) -> None:
-    """Catches the own tokenizer's spelling, a piece that is not shared as the end, and an unshared first piece's
-    longest prefix in place of its spelling.
+    """Catches spelling with the wrong tokenizer, an end at a piece that is not shared, and an unshared first piece
+    that is replaced by its longest prefix instead of its spelling.
     """
     tokenizers = [SMALL[name] for name in names]
     matrix = build_projection(*tokenizers)
     shared = matrix.shared_pairs
     maps = matrix.student_shared_spelling, matrix.teacher_shared_spelling
     contents = [pieces_of(tokenizer).as_list() for tokenizer in tokenizers]
-    known = {contents[0][s] for s in shared[:, 0].tolist()}
+    shared_contents = {contents[0][s] for s in shared[:, 0].tolist()}
     num_checked = 0
     for k, prefixes in enumerate((matrix.student_shared_prefix, matrix.teacher_shared_prefix)):
         assert maps[k][shared[:, k]].tolist() == list(range(len(shared)))
         for token, content in enumerate(contents[k]):
-            if not content or content in known:
+            if not content or content in shared_contents:
                 assert maps[k][token] == prefixes[token]
                 continue
             side = k
-            while content not in known and (ids := spelled_by(tokenizers[1 - side], contents[1 - side], content)):
+            while content not in shared_contents and (
+                ids := spelled_by(tokenizers[1 - side], contents[1 - side], content)
+            ):
                 side = 1 - side
                 content = contents[side][ids[0]]
-            if content in known:
+            if content in shared_contents:
                 assert contents[0][shared[maps[k][token], 0]] == content
                 num_checked += 1
     assert num_checked > 10
@@ -77,7 +79,7 @@ def test_maps_by_spelling_follow_first_pieces_to_a_shared_token(names: tuple[str
 
 @pytest.mark.tokenizers
 def test_a_realised_first_token_is_in_the_cell_of_the_teacher_token_that_it_begins() -> None:
-    """By longest prefix a quarter of the teacher's unshared tokens are in another cell."""
+    """Bug: the longest prefix puts a quarter of the teacher's unshared tokens into a different cell."""
     matrix = real_matrix("llama3_1", "gemma3")
     begin = np.append(0, matrix.teacher_spelling_ends[:-1])
     is_shared = np.isin(np.arange(matrix.teacher_vocab_size), matrix.shared_pairs[:, 1])
@@ -89,7 +91,7 @@ def test_a_realised_first_token_is_in_the_cell_of_the_teacher_token_that_it_begi
 
 
 def test_twins_meet_in_the_shared_one() -> None:
-    """The student's second ` fox` has no partner of its own and goes where the first goes."""
+    """Bug: the student's second ` fox`, which has no partner, has a different cell than the first."""
     student, teacher = byte_level(540), sentencepiece()
     student.add_tokens([" fox"])
     matrix = build_projection(student, teacher)
@@ -99,7 +101,7 @@ def test_twins_meet_in_the_shared_one() -> None:
 
 
 def test_roles_meet_and_the_unknown_goes_to_the_rest() -> None:
-    """Two ends of the student and one of the teacher share a cell."""
+    """Catches end tokens in different cells: two of the student and one of the teacher belong together."""
     student, teacher = SMALL["one_digit"], byte_level(430, eos="<|endoftext|>", extra=())
     matrix = build_projection(student, teacher)
     ends = [student.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]

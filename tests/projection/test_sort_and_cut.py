@@ -8,7 +8,7 @@ from nemo_opd.projection import ProjectionMatrix, sort_and_cut
 
 
 def test_rows_are_sorted_cut_and_of_sum_1() -> None:
-    """Holes inside a row close, equal weights keep their order, empty rows stay empty, exact rows stay exactly 1."""
+    """Catches holes within a row, reordered equal weights, filled empty rows, and exact rows that are not exactly 1."""
     indices = [[7, -1, 3, 5], [9, 8, -1, 2], [-1, -1, -1, -1], [-1, -1, 4, -1]]
     weights = [[0.125, 0, 0.625, 0.25], [0.25, 0.25, 0, 0.5], [0, 0, 0, 0], [0, 0, 1, 0]]
     matrix = ProjectionMatrix(indices, weights, np.array([False, False, False, True]), teacher_vocab_size=10)
@@ -20,7 +20,7 @@ def test_rows_are_sorted_cut_and_of_sum_1() -> None:
 
 
 def test_a_wider_matrix_has_empty_columns() -> None:
-    """The shape is what was asked for, whatever the rows need."""
+    """Bug: the width follows the rows and not top_k."""
     cut = sort_and_cut(ProjectionMatrix([[2, 1]], [[0.25, 0.75]]), 4)
     assert cut.indices.tolist() == [[1, 2, -1, -1]]
     assert cut.weights.tolist() == [[0.75, 0.25, 0, 0]]

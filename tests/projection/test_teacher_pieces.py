@@ -1,4 +1,4 @@
-"""The student tokens that spell a teacher token."""
+"""The student tokens that spell each teacher token."""
 
 import numpy as np
 import pytest
@@ -25,23 +25,25 @@ def prefixes(matrix: ProjectionMatrix) -> list[list[int]]:
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
 def test_pieces_have_the_bytes_of_the_token(names: tuple[str, str]) -> None:
-    """Catches the space that a tokenizer puts before a text, half characters lost, and pieces of the next token."""
+    """Catches a tokenizer's space before a text, lost half characters, and pieces of the next token."""
     student, teacher = (SMALL[name] for name in names)
     matrix = build_projection(student, teacher)
-    left, right = pieces_of(student).as_list(), pieces_of(teacher).as_list()
-    for spelled, cut, first, token in zip(spellings(matrix), prefixes(matrix), matrix.byte_prefix, right, strict=True):
-        assert b"".join(left[s] for s in spelled) == b"".join(left[s] for s in cut) == token
+    student_pieces, teacher_pieces = pieces_of(student).as_list(), pieces_of(teacher).as_list()
+    for spelled, cut, first, token in zip(
+        spellings(matrix), prefixes(matrix), matrix.byte_prefix, teacher_pieces, strict=True
+    ):
+        assert b"".join(student_pieces[s] for s in spelled) == b"".join(student_pieces[s] for s in cut) == token
         assert cut[:1] == [first][: len(cut)]
         at = 0
         for piece in cut:
-            assert left[piece] == longest(token[at:], left)
-            at += len(left[piece])
+            assert student_pieces[piece] == longest(token[at:], student_pieces)
+            at += len(student_pieces[piece])
 
 
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("pair", [("llama3_1", "qwen3"), ("gpt4o", "gemma3")], ids="-".join)
 def test_real_tokens_are_spelled_as_the_student_does(pair: tuple[str, str]) -> None:
-    """Catches pieces by longest prefix where the student's merges give others, as for every fifth token."""
+    """Catches pieces by longest prefix although the student's merges differ, as for every fifth token."""
     student, teacher = (real_tokenizer(name) for name in pair)
     matrix = real_matrix(*pair)
     text = pieces_of(teacher).as_list()
@@ -54,7 +56,7 @@ def test_real_tokens_are_spelled_as_the_student_does(pair: tuple[str, str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("arrays", "reason"),
     [
         ({"teacher_spellings": [0]}, "belong together"),
         ({"teacher_spellings": [0, 1], "teacher_spelling_ends": [2, 1]}, "must ascend from 0 to 2"),
@@ -62,7 +64,7 @@ def test_real_tokens_are_spelled_as_the_student_does(pair: tuple[str, str]) -> N
         ({"teacher_prefix_pieces": [0, 1], "teacher_prefix_ends": [0, 2]}, r"pieces\[1\] is 1, outside \[0, 1\)"),
     ],
 )
-def test_pieces_that_fit_no_vocabulary_are_refused(given: dict, reason: str) -> None:
-    """Catches arrays of another pair, which would be read as other tokens."""
+def test_pieces_that_fit_no_vocabulary_are_refused(arrays: dict, reason: str) -> None:
+    """Catches arrays of another pair, which would name wrong tokens."""
     with pytest.raises(ProjectionError, match=reason):
-        ProjectionMatrix([[0]], [[1.0]], teacher_vocab_size=2, **given)
+        ProjectionMatrix([[0]], [[1.0]], teacher_vocab_size=2, **arrays)

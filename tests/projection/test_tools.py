@@ -29,7 +29,7 @@ pytestmark = pytest.mark.world
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "projection"
 STEPS = ("exact_map", "multi_token", "embedding", "sort_and_cut", "byte_prefix")
-COMMANDS = (*STEPS, "build", "inspect", "convert")
+BUILDERS = (*STEPS, "build")
 PAIR = ("--student", "demo:student", "--teacher", "demo:teacher_cross")
 
 
@@ -40,7 +40,7 @@ def main(tool: str, *arguments: object) -> int:
 @pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def call(tool: str, *arguments: object) -> str:
-        """The error of a command that must fail, in one line."""
+        """Run a command that must fail, and return its error, which must be one line."""
         assert main(tool, *arguments) == 1
         error = capsys.readouterr().err
         assert error.startswith("error: ")
@@ -60,14 +60,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo pair, by build.py."""
+    """Return the demo pair's matrix, built by the command."""
     path = tmp_path_factory.mktemp("built") / "pair.safetensors"
     assert main("build", *PAIR, "--output", path) == 0
     return path
 
 
 def test_inspect_as_a_process(built: Path, tmp_path: Path) -> None:
-    """Its own name must not hide the standard library's `inspect`, as in-process calls could not tell."""
+    """Bug: the script inspect.py hides the standard library's `inspect`, which shows in a new process only."""
     plot = tmp_path / "pair.png"
     command = [sys.executable, str(TOOLS / "inspect.py"), str(built), "--json", "--plot", str(plot)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -76,17 +76,8 @@ def test_inspect_as_a_process(built: Path, tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("tool", COMMANDS)
-def test_help_teaches(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(tool, "--help") == 0
-    text = capsys.readouterr().out
-    assert f"nemo-opd projection {tool.replace('_', '-')}" in text
-    assert "example" in text
-    assert max(map(len, text.splitlines())) <= 120
-
-
 def test_help_names_the_defaults_of_embeddings(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a default in the help that is not the one which is used."""
+    """Bug: a default in the help differs from the real one."""
     assert main("embedding", "--help") == 0
     text = capsys.readouterr().out
     for name in ("weight", "temperature", "width"):
@@ -95,7 +86,7 @@ def test_help_names_the_defaults_of_embeddings(capsys: pytest.CaptureFixture[str
 
 
 def test_the_steps_one_by_one_are_the_build(built: Path, tmp_path: Path) -> None:
-    """Catches a step that drops what the one before made. The file's own tokenizers are used from the second on."""
+    """Catches a step that drops results of the previous one. Later steps use the tokenizers that the file names."""
     names = [tmp_path / f"{step}.safetensors" for step in ("exact", "spelled", "cut", "pair")]
     assert main("exact_map", *PAIR, "--output", names[0]) == 0
     assert main("multi_token", names[0], "--output", names[1]) == 0
@@ -110,11 +101,11 @@ def test_the_steps_one_by_one_are_the_build(built: Path, tmp_path: Path) -> None
     assert (matrix.student_name, matrix.teacher_name) == ("demo:student", "demo:teacher_cross")
 
 
-def test_what_the_examples_of_the_help_say(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches figures in --help that have become wrong."""
+def test_figures_in_the_examples_of_the_help(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches outdated figures in --help."""
     assert main("exact_map", *PAIR, "--output", tmp_path / "exact.safetensors") == 0
-    shown = capsys.readouterr().out.split(": ")[-1].strip()
-    assert shown in EXACT_MAP.epilog
+    printed = capsys.readouterr().out.split(": ")[-1].strip()
+    assert printed in EXACT_MAP.epilog
     assert main("inspect", built, "--json") == 0
     overlap = json.loads(capsys.readouterr().out)["overlap"]
     assert str(overlap) in INSPECT.epilog
@@ -129,7 +120,7 @@ def test_reverse_and_roles_reach_the_builder(tmp_path: Path) -> None:
 
 
 def test_embeddings_by_build_and_by_step(tmp_path: Path) -> None:
-    """Oracle: the library, given the embeddings of the loaded models."""
+    """Compare with the library and the embeddings of the loaded models."""
     from nemo_opd.models.load import load_tokenizer
 
     file = tmp_path / "pair.safetensors"
@@ -139,17 +130,17 @@ def test_embeddings_by_build_and_by_step(tmp_path: Path) -> None:
     source = EmbeddingSource(*(model.get_input_embeddings().weight.detach() for model in loaded), weight=0.3)
     tokenizers = [load_tokenizer(name, key="test") for name in models]
     expected = build_projection(*tokenizers, embeddings=source)
-    found = ProjectionMatrix.load(file)
-    assert found.options == expected.options
-    np.testing.assert_array_equal(found.indices, expected.indices)
-    np.testing.assert_allclose(found.weights, expected.weights, atol=1e-6)  # the files hold bfloat16 or float32
+    matrix = ProjectionMatrix.load(file)
+    assert matrix.options == expected.options
+    np.testing.assert_array_equal(matrix.indices, expected.indices)
+    np.testing.assert_allclose(matrix.weights, expected.weights, atol=1e-6)  # the files hold bfloat16 or float32
     step = tmp_path / "near.safetensors"
     assert main("embedding", file, "--output", step, "--embeddings", *models) == 0
     assert ProjectionMatrix.load(step).options.embedding_weight == 0.1
 
 
 def test_embeddings_are_found_whatever_the_prefix(tmp_path: Path) -> None:
-    """Checkpoints of base models and of larger models name them differently; shards are searched."""
+    """Bug: embeddings are not found under the names of base models or larger models, or in a shard."""
     folder = tmp_path / "model"
     model = AutoModelForCausalLM.from_pretrained(model_path("student"))
     model.save_pretrained(folder, max_shard_size="200KB")
@@ -225,7 +216,7 @@ def test_convert_with_and_without_tokenizers(built: Path, tmp_path: Path, capsys
 
 
 def test_equal_tokenizers_are_refused(folders: tuple[Path, Path], tmp_path: Path, fails: Callable[..., str]) -> None:
-    """Also where the two lie in different folders."""
+    """Bug: equal tokenizers in different folders are accepted."""
     copy = tmp_path / "copy"
     SMALL["three_digits"].save_pretrained(copy)
     for tool in ("build", "exact_map"):
@@ -242,12 +233,12 @@ def test_a_tokenizer_without_a_fast_backend(tmp_path: Path, fails: Callable[...,
     assert not (tmp_path / "a.safetensors").exists()
 
 
-@pytest.mark.parametrize("tool", COMMANDS[:-2])
-def test_outputs_that_cannot_be(tool: str, built: Path, tmp_path: Path, fails: Callable[..., str]) -> None:
-    """Before anything is read or built, and with nothing left behind."""
+@pytest.mark.parametrize("tool", BUILDERS)
+def test_impossible_outputs(tool: str, built: Path, tmp_path: Path, fails: Callable[..., str]) -> None:
+    """Bug: an impossible output fails after the work, or leaves files behind."""
     (tmp_path / "blocking").touch()
     (tmp_path / "folder.safetensors").mkdir()
-    before = sorted(tmp_path.rglob("*"))
+    files = sorted(tmp_path.rglob("*"))
     more = {"sort_and_cut": ("--top-k", 4), "embedding": ("--embeddings", "demo:student", "demo:teacher_cross")}
     source = PAIR if tool in ("build", "exact_map") else (built,)
     for output, reason in (
@@ -256,7 +247,7 @@ def test_outputs_that_cannot_be(tool: str, built: Path, tmp_path: Path, fails: C
         (tmp_path / "blocking" / "a.safetensors", "blocking is a file, so it cannot be a folder"),
     ):
         assert reason in fails(tool, *source, *more.get(tool, ()), "--output", output)
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == files
 
 
 def test_files_that_cannot_be_read(built: Path, tmp_path: Path, fails: Callable[..., str]) -> None:
@@ -275,7 +266,7 @@ def test_files_that_cannot_be_read(built: Path, tmp_path: Path, fails: Callable[
 
 
 def test_tokenizers_that_have_moved(built: Path, tmp_path: Path, fails: Callable[..., str]) -> None:
-    """The error names the file, which the reference comes from, and the way out."""
+    """Bug: the error lacks the file that names the tokenizer, or the remedy."""
     file = tmp_path / "moved.safetensors"
     with safe_open(built, framework="numpy") as opened:
         metadata = opened.metadata()
@@ -287,14 +278,14 @@ def test_tokenizers_that_have_moved(built: Path, tmp_path: Path, fails: Callable
         assert main("inspect", file, "--student", "demo:student", "--json") == 0
 
 
-def test_bad_looks(built: Path, tmp_path: Path, fails: Callable[..., str]) -> None:
+def test_impossible_plots_and_samples(built: Path, tmp_path: Path, fails: Callable[..., str]) -> None:
     assert "cannot write the heat map" in fails("inspect", built, "--plot", built / "map.png")
     assert "cannot write the heat map" in fails("inspect", built, "--plot", tmp_path)
     assert "-1 sample rows" in fails("inspect", built, "--samples", "-1")
     assert not list(tmp_path.iterdir())
 
 
-def test_nemo_rl_files_can_be_looked_at(
+def test_nemo_rl_files_can_be_inspected(
     built: Path, tmp_path: Path, fails: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = ProjectionMatrix.load(built)

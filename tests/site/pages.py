@@ -1,4 +1,4 @@
-"""What pages of the documentation show: blocks of code, and commands in them."""
+"""Code blocks of the documentation's pages, and their commands."""
 
 import re
 import shlex
@@ -14,27 +14,27 @@ _FILE = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code; one that begins with a comment of a file's name is that file."""
+    """A code block; a block that begins with `# NAME.py` or `# NAME.yaml` is that file."""
 
     language: str
     text: str
 
     @property
     def file(self) -> str | None:
-        found = _FILE.match(self.text)
-        return found[1] if found else None
+        match = _FILE.match(self.text)
+        return match[1] if match else None
 
     @property
     def commands(self) -> list[list[str]]:
-        """The words of each command of a shell, without comments."""
+        """Return the words of each shell command, without comments."""
         lines = re.sub(r"\\\n", "", self.text).splitlines()
         return [words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))]
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """All blocks of a page in these languages, in order."""
-    found = (
+    """Return a page's blocks in the given languages, in order."""
+    matching = (
         Block(match[2], re.sub(f"^{match[1]}", "", match[3], flags=re.MULTILINE))
         for match in _BLOCK.finditer(page.read_text(encoding="utf-8"))
     )
-    return [block for block in found if block.language in languages]
+    return [block for block in matching if block.language in languages]

@@ -1,4 +1,4 @@
-"""The built site works from a disk, without a network; skipped unless NEMO_OPD_SITE names it, as `.ci/run` does."""
+"""The built site works from a disk without a network; skipped unless NEMO_OPD_SITE names it, as in `.ci/run`."""
 
 import json
 import os
@@ -22,19 +22,19 @@ def pages() -> list[Path]:
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
-    """Bug: a font, script or icon of a content network, without which the site is bare."""
-    found = (pair for page in pages() for pair in LOADED.findall(page.read_text("utf-8")))
-    loaded = {script or link for script, link in found}
+    """Bug: the site needs a font, script or icon from the network."""
+    sources = (pair for page in pages() for pair in LOADED.findall(page.read_text("utf-8")))
+    loaded = {script or link for script, link in sources}
     assert any(target.endswith("site/iframe-worker.js") for target in loaded)
     assert [target for target in loaded if "//" in target] == []
 
 
 def test_links_of_the_site_lead_to_its_files() -> None:
-    """Bug: a link to what MkDocs was told to leave out, which its strict mode does not see."""
+    """Bug: a link to an excluded file, which MkDocs' strict mode does not report."""
     missing = set()
     for page in pages():
         if page.name == "404.html":
-            continue  # with links from the root of a server
+            continue  # its links start at a server's root
         for link in LINKED.findall(page.read_text("utf-8")):
             target = unquote(unescape(link)).partition("#")[0]
             if target and "://" not in target and not target.startswith(("mailto:", "javascript:")):
@@ -53,7 +53,7 @@ def test_the_search_knows_pages_and_no_code() -> None:
 
 
 def test_the_search_finds_parts_of_settings() -> None:
-    """Bug: `push_to_hub` not found where `run.push_to_hub.repo` is written."""
+    """Bug: a search for `push_to_hub` does not find `run.push_to_hub.repo`."""
     text = (SITE / "search" / "search_index.js").read_text(encoding="utf-8")
     separator = json.loads(text.removeprefix("var __index = "))["config"]["separator"]
     assert re.split(separator, "run.push_to_hub.repo=me/x") == ["run", "push_to_hub", "repo", "me", "x"]
@@ -83,13 +83,13 @@ QUESTIONS = {
     "trl": {"migrating"},
     "benchmarks": {"evaluation"},
 }
-"""What a user asks, and pages of which one is among the first three results."""
+"""Searches of users, and pages; one of them must be among the first three results."""
 
 
 def test_the_search_answers_questions_with_guides() -> None:
-    """Bug: attributes of classes and keys of settings before the page that explains them.
+    """Bug: class attributes and settings' keys come before the page that explains them.
 
-    The index is asked by lunr, as the site's search does, with the site's boosts of fields and pages.
+    Uses lunr as the site's search does, with the site's boosts of fields and pages.
     """
     import lunr  # takes seconds
     from lunr.stop_word_filter import WORDS as STOP_WORDS
@@ -129,9 +129,9 @@ def test_linked_files_of_the_repository_are_shown() -> None:
     links = set(re.findall(r'href="(repository/[\w/]+\.py)\.html"', (SITE / "architecture.html").read_text("utf-8")))
     assert len(links) > 10
     for target in links:
-        (shown,) = re.findall(r"<pre><code>(.*?)</code></pre>", (SITE / f"{target}.html").read_text("utf-8"), re.DOTALL)
+        (code,) = re.findall(r"<pre><code>(.*?)</code></pre>", (SITE / f"{target}.html").read_text("utf-8"), re.DOTALL)
         source = (ROOT / target.removeprefix("repository/")).read_text("utf-8")
-        assert "".join(unescape(re.sub(r"<[^>]+>", "", shown)).split()) == "".join(source.split())
+        assert "".join(unescape(re.sub(r"<[^>]+>", "", code)).split()) == "".join(source.split())
 
 
 def test_every_page_of_the_documentation_is_there() -> None:

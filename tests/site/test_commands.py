@@ -1,7 +1,4 @@
-"""Every command that the documentation shows is one of the real command line, and its settings compose.
-
-Those of tutorials are run by test_tutorials.
-"""
+"""Every command in the documentation is valid, and its settings compose; test_tutorials runs the tutorials' commands."""
 
 import re
 import shutil
@@ -18,11 +15,11 @@ from tests.composition import CONFIGS
 from tests.site.pages import PAGES, ROOT, blocks
 
 VERB = re.compile(r"main\(\[(.*?), \*sys\.argv")
-"""In a script of examples/ or tools/: the verb that it is."""
+"""The call in a script of examples/ or tools/ with the verb that the script runs."""
 
 
 def arguments_of(words: list[str]) -> list[str] | None:
-    """Return the arguments of `nemo-opd` that a command of the shell comes to; None if it is another program."""
+    """Return the arguments that a shell command passes to `nemo-opd`; None if it runs another program."""
     while words and (
         re.match(r"[A-Z_]+=", words[0]) or words[0] in ("uv", "run", "torchrun") or words[0].startswith("-")
     ):
@@ -31,8 +28,8 @@ def arguments_of(words: list[str]) -> list[str] | None:
     if words[:1] == [PROGRAM]:
         return words[1:]
     if words and words[0].startswith(("examples/", "tools/", "benchmarks/", "docs/")):
-        found = VERB.search((ROOT / words[0]).read_text(encoding="utf-8"))
-        return [*re.findall(r'"([\w-]+)"', found[1]), *words[1:]] if found else None
+        verb = VERB.search((ROOT / words[0]).read_text(encoding="utf-8"))
+        return [*re.findall(r'"([\w-]+)"', verb[1]), *words[1:]] if verb else None
     return None
 
 
@@ -52,19 +49,21 @@ def test_most_pages_show_commands() -> None:
 
 @pytest.mark.parametrize(("page", "arguments"), COMMANDS)
 def test_a_command_is_one(page: Path, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a verb, an option or a setting that has another name by now, or a value that it does not take."""
+    """Bug: a verb, an option or a setting was renamed, or does not accept the value."""
     monkeypatch.chdir(tmp_path)
     names, verb = _find(arguments)
     assert verb is not None, names
-    command, rest = verb.command(), arguments[len(names) :]
+    command, options = verb.command(), arguments[len(names) :]
     if not isinstance(command, SettingsCommand):
         parser = ArgumentParser()
         command.add_arguments(parser)
-        parser.parse_args(rest)
-    elif "--help" not in rest and page.name != "troubleshooting.md":  # which shows what is refused
+        parser.parse_args(options)
+    elif "--help" not in options and page.name != "troubleshooting.md":  # it shows invalid commands
         write_files_of(page, tmp_path)
         composed = [
-            word.replace("--config-name", "--config") for word in rest if not word.startswith("--") or "config" in word
+            word.replace("--config-name", "--config")
+            for word in options
+            if not word.startswith("--") or "config" in word
         ]
         compose_settings(
             [word for word in composed if word != "job"], command.model, CONFIGS, command.config_name(composed)
@@ -72,7 +71,7 @@ def test_a_command_is_one(page: Path, arguments: list[str], tmp_path: Path, monk
 
 
 def write_files_of(page: Path, folder: Path) -> None:
-    """Write what the commands of a page read: the settings that it shows, those of `init`, those of a checkout."""
+    """Write the files that a page's commands read: its settings, the templates of `init` and a checkout's recipes."""
     for block in blocks(page, "yaml"):
         if block.file:
             (folder / block.file).write_text(block.text, encoding="utf-8")

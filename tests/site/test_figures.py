@@ -1,4 +1,4 @@
-"""The scripts of docs/figures still draw what the pages show, for light and for dark pages."""
+"""The scripts of docs/figures draw the pages' pictures, for light and dark pages."""
 
 import importlib
 import re
@@ -21,7 +21,7 @@ def scripts_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("script", ["alignment", "losses", "on_policy", "overview", "projection", "teachers", "step"])
 def test_a_script_draws_the_pictures_of_its_name(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a change of what a script reads, found by whoever draws a picture next; a colour for white pages alone."""
+    """Bugs: a script fails after a change of the package; a picture has colours for white pages only."""
     monkeypatch.setattr(sys, "argv", [f"{script}.py", "--output", str(tmp_path)])
     runpy.run_path(str(FIGURES / f"{script}.py"), run_name="__main__")
     drawn = {file.name for file in tmp_path.iterdir()}
@@ -37,15 +37,15 @@ def test_pictures_on_pages_fit_dark_ones_too() -> None:
 
 
 def test_every_picture_is_on_a_page_and_described() -> None:
-    """Bug: a picture that no page shows any more, or one that a reader who cannot see it knows nothing of."""
-    shown = {name: text for page in PAGES for text, name in SHOWN.findall(page.read_text(encoding="utf-8"))}
-    assert shown.keys() == {file.name for file in IMAGES.iterdir()}
-    assert [name for name, text in shown.items() if len(text) < 30] == []
+    """Bugs: an unused picture; a picture without a description for readers who cannot see it."""
+    descriptions = {name: text for page in PAGES for text, name in SHOWN.findall(page.read_text(encoding="utf-8"))}
+    assert descriptions.keys() == {file.name for file in IMAGES.iterdir()}
+    assert [name for name, text in descriptions.items() if len(text) < 30] == []
 
 
 def test_cells_of_each_loss_give_the_value_of_the_library() -> None:
-    """The cells are made from the definitions. Bug: a picture of another comparison than the loss's."""
+    """Bug: a picture shows a comparison that the loss does not make. Its cells follow the definitions."""
     cells = importlib.import_module("loss_cells")
-    for found in cells.comparisons(cells.Place()):
-        if found.value is not None:
-            assert cells.value_of(found) == pytest.approx(found.value, rel=1e-12), found.loss
+    for comparison in cells.comparisons(cells.Place()):
+        if comparison.value is not None:
+            assert cells.value_of(comparison) == pytest.approx(comparison.value, rel=1e-12), comparison.loss

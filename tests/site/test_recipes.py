@@ -1,4 +1,4 @@
-"""docs/recipes.md: figures that are called ours stand in the results that it names."""
+"""docs/recipes.md: our figures are in the linked results."""
 
 import re
 

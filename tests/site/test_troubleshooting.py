@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md shows each kind of error, in the words that a user reads."""
+"""docs/troubleshooting.md shows each kind of error with its real message."""
 
 import ast
 import inspect
@@ -56,29 +56,29 @@ def test_a_command_fails_as_is_shown(
 
 @pytest.mark.parametrize(("kind", "message"), MESSAGES, ids=[message[:60] for _, message in MESSAGES])
 def test_a_message_is_one_of_the_code(kind: str, message: str) -> None:
-    """Bug: a message that was changed, or of another kind of error."""
-    kinds = {each.__name__ for each in KINDS if issubclass(each, getattr(errors, kind))}
+    """Bug: the code's message has changed, or belongs to another kind of error."""
+    kinds = {error.__name__ for error in KINDS if issubclass(error, getattr(errors, kind))}
     assert any(form.fullmatch(message) for name, form in forms() if name in kinds)
 
 
 @cache
 def forms() -> list[tuple[str, re.Pattern[str]]]:
-    """Name of an error and the form of its message, for all that are raised with a text of their own."""
-    return [found for file in (ROOT / "nemo_opd").rglob("*.py") for found in _forms(ast.parse(file.read_text("utf-8")))]
+    """Return an error's name and a pattern of its message, for all calls with a literal text."""
+    return [form for file in (ROOT / "nemo_opd").rglob("*.py") for form in _forms(ast.parse(file.read_text("utf-8")))]
 
 
 def _forms(tree: ast.Module) -> Iterator[tuple[str, re.Pattern[str]]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
             yield node.func.id, _form(node.args[0])
-        elif isinstance(node, ast.ClassDef):  # whose instances say it themselves
+        elif isinstance(node, ast.ClassDef):  # a class whose methods return the message
             yield from (
                 (node.name, _form(part.value)) for part in ast.walk(node) if isinstance(part, ast.Return) and part.value
             )
 
 
 def _form(text: ast.expr) -> re.Pattern[str]:
-    """Return a pattern of all texts that an expression makes; of one without words of its own, a pattern of none."""
+    """Return a pattern of an expression's texts; it matches nothing if the expression has no literal words."""
     parts = text.values if isinstance(text, ast.JoinedStr) else [text]
     written = [part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else None for part in parts]
     if sum(len(part) for part in written if part) < 10:

@@ -1,6 +1,6 @@
 """Every block of the tutorials runs, in the order of its page: files are written, commands and Python are run.
 
-All in this process, where nothing has to be imported again. Rows are packed from blocks of fewer texts, which are read
+Everything runs in this process, which saves imports. Rows are packed from smaller blocks of texts, as a block is read
 before the first step.
 """
 
@@ -19,21 +19,21 @@ pytestmark = pytest.mark.world
 
 @pytest.mark.parametrize("page", sorted((DOCS / "tutorials").glob("*.md")), ids=lambda page: page.stem)
 def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a key, a name or an option that has changed, or a figure that a run does not have."""
+    """Bug: a key, a name or an option has changed, or a run lacks a metric."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(order, "BLOCK", 64)
     for kind, group in groupby(blocks(page, "python", "yaml", "bash"), _kind):
-        shown = list(group)
+        group_blocks = list(group)
         if kind == "file":
-            for block in shown:
+            for block in group_blocks:
                 assert block.file
                 Path(block.file).write_text(block.text, encoding="utf-8")
         elif kind == "bash":
-            for words in (words for block in shown for words in block.commands):
+            for words in (words for block in group_blocks for words in block.commands):
                 _run(words)
         else:
-            Path("shown.py").write_text("\n".join(block.text for block in shown), encoding="utf-8")
+            Path("shown.py").write_text("\n".join(block.text for block in group_blocks), encoding="utf-8")
             runpy.run_path("shown.py", run_name="__main__")
 
 
