@@ -1,4 +1,4 @@
-"""Every command in the documentation is valid, and its settings compose; test_tutorials runs the tutorials' commands."""
+"""Every command in the documentation is valid, and its settings compose; test_tutorials runs commands of tutorials."""
 
 import re
 import shutil
