@@ -205,7 +205,7 @@ def test_a_training_state_on_a_full_disk(small_disk: Path) -> None:
 
 @pytest.mark.world
 def test_every_writer_on_a_full_disk(small_disk: Path, tiny: Tiny) -> None:
-    """The libraries that write in Rust raise no OSError."""
+    """Bug: a full disk is not recognised, as libraries in Rust do not raise OSError."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.student)
     (small_disk / "fill").write_bytes(bytes(200 * 1024))
     writers: list[Callable[[Path], object]] = [

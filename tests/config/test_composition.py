@@ -67,11 +67,6 @@ def test_all_files_are_covered() -> None:
     assert {DEMO, PRODUCTION} <= set(RUNS)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_top_level_file_composes(name: str) -> None:
-    compose(config_name=name)
-
-
 @pytest.mark.parametrize(("name", "option"), [pair for pair in product(DEMOS, OPTIONS) if suits(*pair)])
 def test_an_option_of_a_group_composes(name: str, option: str) -> None:
     needed = [*NEEDED.get(option, []), *NEEDED_BY_RECIPE[recipe(name)].get(option, [])]
