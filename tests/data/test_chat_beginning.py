@@ -111,7 +111,7 @@ def test_text_after_the_cut_is_not_aligned() -> None:
 
 @pytest.mark.parametrize("family", ["trimmed", "plain"])
 @settings(max_examples=20)
-@given(said=st.lists(texts, min_size=2, max_size=4), length=lengths)
+@given(contents=st.lists(texts, min_size=2, max_size=4), length=lengths)
 def test_small_tokenizers(family: str, contents: list[str], length: int) -> None:
     teacher = "plain" if family == "trimmed" else "trimmed"
     messages = [(user, assistant)[k % 2](text) for k, text in enumerate(contents)]
