@@ -6,7 +6,7 @@ from collections.abc import Callable
 ENOUGH_S = 300.0
 """Ten times the time that a healthy condition needs: the machine may be busy."""
 CLEAN_S = 40.0
-"""Time for processes to end: less than the minute after which Ray's processes end without our help."""
+"""Time for processes to end: less than the minute that Ray's processes need without our help."""
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, every_s: float = 0.1) -> None:

@@ -387,7 +387,7 @@ def test_a_base_of_the_users_folder_hides_a_recipe(tmp_path: Path) -> None:
 
 
 def test_broken_yaml_is_told_by_its_file_and_line(tmp_path: Path) -> None:
-    """Bug: the error names the command line, or the line at which the construct begins."""
+    """Bug: the error names the command line, or the construct's first line."""
     primary = (CONFIGS / "off_policy_demo.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(primary)
     (tmp_path / "teachers").mkdir()

@@ -1,4 +1,4 @@
-"""A run neither writes nor prints secrets of its configuration, and can still be repeated."""
+"""Secrets of a configuration stay out of a run's files and output, and the run can still be repeated."""
 
 from pathlib import Path
 

@@ -232,7 +232,7 @@ def test_one_wrong_value_is_one_problem(key: str, value: Any, says: str) -> None
     ],
 )
 def test_an_empty_value_is_called_empty(key: str) -> None:
-    """Bug: with `key=$UNSET`, the current folder is taken for the model."""
+    """Bug: with `key=$UNSET`, the current folder counts as the model."""
     assert message_of(changed(key, "")).startswith(f"{key}: it is empty; write a value, or leave the key out")
 
 

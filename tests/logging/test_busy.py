@@ -125,7 +125,7 @@ def test_work_as_a_line(work: Work, line: str, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_a_line_names_the_enclosing_work(around: str, line: str) -> None:
-    """Bug: the line does not say which model samples, and for which purpose."""
+    """Bug: the line does not say which model samples, and why."""
     console = Console(file=io.StringIO(), width=120)
     with working("sampling", 4, "sequences") as work:
         work.advance()
