@@ -1,4 +1,4 @@
-"""KD as a sum of parts: the metric that adds up, and rows that are emptied."""
+"""The objective over several teachers: units, divisors, metrics of microbatches, and rows of routed texts."""
 
 from dataclasses import replace
 
@@ -46,15 +46,15 @@ def rows(lengths: tuple[int, ...] = LENGTHS) -> TokenRows:
 
 
 def batch() -> Batch:
-    """A cross-tokenizer teacher whose tokens are the student's, so every token is a chunk, and a same-tokenizer one."""
+    """Return a batch for a cross-tokenizer teacher, with a chunk per token, and a same-tokenizer teacher."""
     student = rows()
     chunks = torch.where(student.num_bytes > 0, torch.arange(5), -1).int()
     return Batch(student, (TeacherRows(student, ChunkRows(chunks, chunks)), TeacherRows(student, None)))
 
 
 def test_only_the_chosen_teacher_has_a_row() -> None:
-    chosen = mask_unrouted(batch(), torch.tensor([1, 0, 1]))
-    cross, same = chosen.teachers
+    routed = mask_unrouted(batch(), torch.tensor([1, 0, 1]))
+    cross, same = routed.teachers
     assert cross.tokens.lengths.tolist() == [0, 2, 0]
     assert same.tokens.lengths.tolist() == [5, 0, 4]
     assert not cross.tokens.loss_mask[[0, 2]].any()
@@ -62,14 +62,14 @@ def test_only_the_chosen_teacher_has_a_row() -> None:
     assert cross.chunks is not None
     assert (cross.chunks.student[[0, 2]] == -1).all()
     assert (cross.chunks.teacher[1] == batch().teachers[0].chunks.teacher[1]).all()
-    micro = chosen.rows(2, 3)
+    micro = routed.rows(2, 3)
     assert micro.student.ids.shape == (1, 4)
-    assert micro.teachers[0].tokens.ids.shape == (1, 1), "one position where it is asked nothing"
-    assert torch.equal(chosen.student.ids, batch().student.ids)
+    assert micro.teachers[0].tokens.ids.shape == (1, 1), "one position of padding if the teacher has no text"
+    assert torch.equal(routed.student.ids, batch().student.ids)
 
 
 def test_weights_follow_their_rows() -> None:
-    """Bugs: weights left behind where a batch is padded, cut or sent to ranks."""
+    """Bug: weights are lost if a batch is padded, cut or sent to ranks."""
     weights = torch.tensor([[0.1, 0.2, 0.3], [0.9, 0.8, 0.7]])
     first, second = shards(pad_rows(weighted(batch(), weights), 4), 2)
     assert first.teachers[0].weights.tolist() == pytest.approx([0.1, 0.2])
@@ -77,10 +77,10 @@ def test_weights_follow_their_rows() -> None:
     assert to_device(second.rows(0, 1), "cpu").teachers[0].weights.tolist() == pytest.approx([0.3])
 
 
-def with_samples(of: Batch) -> Batch:
-    """Rows 0 and 2 are rollouts of one prompt, row 1 is of the dataset."""
+def with_samples(batch: Batch) -> Batch:
+    """Return the batch with rows 0 and 2 as rollouts of one prompt; row 1 is from the dataset."""
     logprobs = -torch.arange(15.0).view(3, 5)
-    own = SampledRows(
+    sampled = SampledRows(
         torch.tensor([True, False, True]),
         logprobs,
         logprobs / 2,
@@ -88,12 +88,12 @@ def with_samples(of: Batch) -> Batch:
         torch.tensor([4, 8, 4]),
     )
     weights = torch.tensor([0.25, 1.0, 0.75])
-    teachers = tuple(replace(teacher, rollout_weights=weights) for teacher in of.teachers)
-    return replace(of, teachers=teachers, sampled=own)
+    teachers = tuple(replace(teacher, rollout_weights=weights) for teacher in batch.teachers)
+    return replace(batch, teachers=teachers, sampled=sampled)
 
 
-def test_what_is_known_of_samples_follows_its_rows() -> None:
-    """Bugs: left behind where a batch is padded, cut, emptied or sent to ranks; a view that carries the whole batch."""
+def test_fields_of_samples_follow_their_rows() -> None:
+    """Bugs: fields are lost if a batch is padded, cut, routed or sent to ranks; a view keeps the full batch alive."""
     first, second = shards(pad_rows(with_samples(mask_unrouted(with_samples(batch()), torch.tensor([1, 0, 1]))), 4), 2)
     assert second.sampled is not None
     assert second.sampled.is_sampled.tolist() == [True, False]
@@ -112,31 +112,33 @@ def test_what_is_known_of_samples_follows_its_rows() -> None:
 
 
 def test_units_of_rollouts_count_by_their_weight(tiny: Tiny) -> None:
-    """4·0.25 + 1 + 3·0.75 units of either part; cross-entropy has the label of row 1 alone, the policy 4 + 3 tokens."""
-    found = objective_of(tiny).normalizers(with_samples(batch()))
-    assert (found.kd, found.ce, found.policy) == ((4.25, 4.25), 1, 7)
+    """4·0.25 + 1 + 3·0.75 units per teacher; only row 1 has labels for cross-entropy, the policy has 4 + 3 tokens."""
+    weighted_counts = objective_of(tiny).normalizers(with_samples(batch()))
+    assert (weighted_counts.kd, weighted_counts.ce, weighted_counts.policy) == ((4.25, 4.25), 1, 7)
     plain = objective_of(tiny).normalizers(batch())
     assert (plain.ce, plain.policy) == (8, 1)
 
 
 def test_confidence_weighs_the_rollouts_of_a_prompt() -> None:
-    """Per token and in nats: 2 bits over 1 token against 6 bits over 2."""
+    """Mean log-probabilities in nats per token: 2 bits over 1 token against 6 bits over 2."""
     bits, tokens = torch.tensor([2.0, 9.0, 6.0], dtype=torch.float64), torch.tensor([1, 1, 2])
-    of_teachers = [None, SequenceScores(bits, tokens, tokens)]
-    found = weighted_by_confidence(replace(with_samples(batch()), teachers=batch().teachers), of_teachers, [None, 1.0])
-    assert found.teachers[0].rollout_weights is None
-    assert found.teachers[1].rollout_weights.tolist() == pytest.approx([2 / 3, 1.0, 1 / 3], rel=1e-6)
-    assert weighted_by_confidence(batch(), of_teachers, [None, 1.0]).teachers[1].rollout_weights is None
+    teacher_scores = [None, SequenceScores(bits, tokens, tokens)]
+    weighted_batch = weighted_by_confidence(
+        replace(with_samples(batch()), teachers=batch().teachers), teacher_scores, [None, 1.0]
+    )
+    assert weighted_batch.teachers[0].rollout_weights is None
+    assert weighted_batch.teachers[1].rollout_weights.tolist() == pytest.approx([2 / 3, 1.0, 1 / 3], rel=1e-6)
+    assert weighted_by_confidence(batch(), teacher_scores, [None, 1.0]).teachers[1].rollout_weights is None
 
 
 def test_statistics_of_samples(tiny: Tiny) -> None:
-    """By teacher where a projection or one tokenizer says which tokens are the same; nothing without samples."""
-    objective, whole = objective_of(tiny), with_samples(batch())
+    """Overlap needs a shared tokenizer or a projection; a batch without samples has no statistics."""
+    objective, sampled_batch = objective_of(tiny), with_samples(batch())
     student = torch.randn(3, 5, 9, generator=torch.Generator().manual_seed(0))
-    said = objective.plan_statistics(student, views([student, student], whole, 0), whole)
-    metrics = compute_together(said).metrics
+    plans = objective.plan_statistics(student, views([student, student], sampled_batch, 0), sampled_batch)
+    metrics = compute_together(plans).metrics
     assert metrics["overlap/same"].value() == 1
-    assert metrics["overlap/same"].count == 2, "one in sixteen: token 1 of rows 0 and 2"
+    assert metrics["overlap/same"].count == 2, "one token in sixteen is measured: token 1 of rows 0 and 2"
     assert metrics["entropy"].count == 7
     assert objective.plan_statistics(student, [], batch()) == []
     texts = compute_together(objective.plan_overlaps(student, views([student, student], batch(), 0), batch())).metrics
@@ -149,39 +151,39 @@ def objective_of(tiny: Tiny, *overrides: str):  # type: ignore[no-untyped-def]
 
 
 def test_units_are_counted_together_where_each_text_has_one_teacher(tiny: Tiny) -> None:
-    """9 − 1 label tokens of the chosen same-tokenizer teacher, 2 − 1 chunks of the other."""
-    chosen = mask_unrouted(batch(), torch.tensor([1, 0, 1]))
+    """5 + 4 − 2 tokens for the same-tokenizer teacher and 2 − 1 chunks for the cross-tokenizer teacher."""
+    routed = mask_unrouted(batch(), torch.tensor([1, 0, 1]))
     assert objective_of(tiny).normalizers(batch()).kd == (8, 8)
-    assert objective_of(tiny).normalizers(chosen).kd == (1, 7)
+    assert objective_of(tiny).normalizers(routed).kd == (1, 7)
     together = objective_of(tiny, "aggregation=select_teacher")
-    assert together.normalizers(chosen).kd == (8, 8)
+    assert together.normalizers(routed).kd == (8, 8)
     assert together.normalizers(mask_unrouted(batch(), torch.tensor([5, 5, 5]))).kd == (1, 1)
 
 
 TCAD = ["loss=same_vocab", "teachers.0.type=same_tokenizer", "+teachers.0.loss={type: tcad, support_size: 3}"]
 
 
-def without_chunks(of: Batch) -> Batch:
-    return replace(of, teachers=(TeacherRows(of.student, None), of.teachers[1]))
+def without_chunks(batch: Batch) -> Batch:
+    return replace(batch, teachers=(TeacherRows(batch.student, None), batch.teachers[1]))
 
 
 def test_kinds_of_units_count_by_their_texts(tiny: Tiny) -> None:
-    """Teacher 0 has text 1 and a unit for it, teacher 1 the other two with 7 tokens: shares of 1/3 and 2/3.
+    """Teacher 0 has one text, which is one unit; teacher 1 has two texts of 7 tokens: shares of 1/3 and 2/3.
 
-    Bug: one divisor of 8 for a mean over the tokens of a text and for tokens, which leaves teacher 0 next to nothing.
+    Bug: one divisor of 8 for texts and tokens, which makes teacher 0's share tiny.
     """
     objective = objective_of(tiny, "aggregation=select_teacher", *TCAD)
-    chosen = mask_unrouted(without_chunks(batch()), torch.tensor([1, 0, 1]))
-    assert objective.divisors(chosen) == (Divisor(1, Mean(1, 3)), Divisor(7, Mean(2, 3)))
-    assert objective.normalizers(chosen).kd == pytest.approx((3, 10.5))
+    routed = mask_unrouted(without_chunks(batch()), torch.tensor([1, 0, 1]))
+    assert objective.divisors(routed) == (Divisor(1, Mean(1, 3)), Divisor(7, Mean(2, 3)))
+    assert objective.normalizers(routed).kd == pytest.approx((3, 10.5))
     alone = mask_unrouted(without_chunks(batch()), torch.tensor([1, 1, 1]))
-    assert objective.normalizers(alone).kd == (1, 8), "as if there were no other teacher"
+    assert objective.normalizers(alone).kd == (1, 8), "as without a second teacher"
     nothing = mask_unrouted(without_chunks(batch()), torch.tensor([5, 5, 5]))
     assert objective.normalizers(nothing).kd == (1, 1)
 
 
 def test_a_text_counts_as_much_whichever_kind_of_unit_it_has(tiny: Tiny) -> None:
-    """Equal texts, half of them taught by tcad over the whole vocabulary, which is the mean of same_vocab's tokens."""
+    """Equal texts, half of them with tcad over the full vocabulary, which is the mean of same_vocab over tokens."""
     objective = objective_of(
         tiny,
         "aggregation=select_teacher",
@@ -189,32 +191,32 @@ def test_a_text_counts_as_much_whichever_kind_of_unit_it_has(tiny: Tiny) -> None
         TCAD[1],
         "+teachers.0.loss={type: tcad, coverage_coef: 0}",
     )
-    of_text = rows((5, 5, 5, 5))
-    whole = Batch(of_text, (TeacherRows(of_text, None), TeacherRows(of_text, None)))
-    chosen = mask_unrouted(whole, torch.tensor([0, 1, 0, 1]))
+    student = rows((5, 5, 5, 5))
+    unrouted = Batch(student, (TeacherRows(student, None), TeacherRows(student, None)))
+    routed = mask_unrouted(unrouted, torch.tensor([0, 1, 0, 1]))
     torch.manual_seed(0)
     row, teacher = (torch.randn(1, 5, 9, dtype=torch.float64).expand(4, -1, -1).contiguous() for _ in range(2))
     row.requires_grad_()
     plans = objective.plan(
-        row, [teacher, teacher], chosen, objective.divisors(chosen), objective.normalizers(chosen), terms=("kd",)
+        row, [teacher, teacher], routed, objective.divisors(routed), objective.normalizers(routed), terms=("kd",)
     )
     (gradient,) = torch.autograd.grad(compute_together(plans).loss, row)
     torch.testing.assert_close(gradient, gradient[:1].expand(4, -1, -1), rtol=1e-12, atol=0)
 
 
 def test_averaged_teachers_are_compared_where_all_of_them_read(tiny: Tiny) -> None:
-    """Bug: the tokens of the first teacher, beyond what another reads behind its own prompt."""
+    """Bug: all tokens of the first teacher count, though the second reads a longer prompt and fewer of them."""
     objective = objective_of(tiny, "aggregation=averaged_logits", "loss=same_vocab", "teachers.0.type=same_tokenizer")
     student = rows()
     scored = student.loss_mask.clone()
     scored[0, 3:] = False
     behind = TeacherRows(rows((7, 4, 6)), None, moved=MovedRows(torch.tensor([2, 2, 2]), scored))
     for teachers in ((TeacherRows(student, None), behind), (behind, TeacherRows(student, None))):
-        of = Batch(student, teachers)
+        two_teachers = Batch(student, teachers)
         (part,) = objective.parts
-        assert part.student_side(of).loss_mask.equal(scored)
-        assert part.loss.count(*part.rows(of)) == int(scored.sum()) == 6
-        assert coverage_metrics(objective, of, ["cross", "same"])["kd_coverage/same"].value() == 6 / 8
+        assert part.student_side(two_teachers).loss_mask.equal(scored)
+        assert part.loss.count(*part.rows(two_teachers)) == int(scored.sum()) == 6
+        assert coverage_metrics(objective, two_teachers, ["cross", "same"])["kd_coverage/same"].value() == 6 / 8
 
 
 AGGREGATIONS = {
@@ -227,26 +229,26 @@ AGGREGATIONS = {
 @pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_parts_add_up_however_batches_are_pooled(tiny: Tiny, aggregation: str, is_sampled: bool) -> None:
-    """KD from the metrics of microbatches is the loss of the whole with its own normalizers."""
+    """KD from the pooled metrics of microbatches equals the loss of the full batch."""
     objective = objective_of(tiny, *AGGREGATIONS[aggregation])
     torch.manual_seed(0)
-    whole = without_chunks(batch()) if "kinds" in aggregation else batch()
-    whole = whole if aggregation == "weighted_sum" else mask_unrouted(whole, torch.tensor([1, 0, 1]))
-    whole = with_samples(whole) if is_sampled else whole
+    full_batch = without_chunks(batch()) if "kinds" in aggregation else batch()
+    full_batch = full_batch if aggregation == "weighted_sum" else mask_unrouted(full_batch, torch.tensor([1, 0, 1]))
+    full_batch = with_samples(full_batch) if is_sampled else full_batch
     student, *teachers = (torch.randn(3, 5, 9, dtype=torch.float64) for _ in range(3))
     student.requires_grad_()
     plans = objective.plan(
         student,
-        views(teachers, whole, 0),
-        whole,
-        objective.divisors(whole),
-        objective.normalizers(whole),
+        views(teachers, full_batch, 0),
+        full_batch,
+        objective.divisors(full_batch),
+        objective.normalizers(full_batch),
         terms=("kd",),
     )
     expected = compute_together(plans).loss
     pooled: dict[str, Mean] = {}
     for b in range(3):
-        micro = whole.rows(b, b + 1)
+        micro = full_batch.rows(b, b + 1)
         logits = student[b : b + 1, : micro.student.ids.shape[1]]
         for part in objective.plan(
             logits,
@@ -264,48 +266,50 @@ def test_parts_add_up_however_batches_are_pooled(tiny: Tiny, aggregation: str, i
 
 
 def views(logits: list[torch.Tensor], part: Batch, start: int) -> list[torch.Tensor]:
-    """What the student's worker is handed for these rows."""
+    """Return the teachers' logits for the rows of `part`, as the student's worker gets them."""
     stop = start + len(part)
     pairs = zip(logits, part.teachers, strict=True)
-    return [teacher[start:stop, : own.tokens.ids.shape[1]] for teacher, own in pairs]
+    return [teacher[start:stop, : rows_of_teacher.tokens.ids.shape[1]] for teacher, rows_of_teacher in pairs]
 
 
-def test_what_is_said_of_the_shares(tiny: Tiny) -> None:
+def test_metrics_of_shares_and_weights(tiny: Tiny) -> None:
     assert share_metrics(objective_of(tiny), batch()) == {}
-    chosen = mask_unrouted(batch(), torch.tensor([1, 0, 1]))
-    shares = share_metrics(objective_of(tiny, "aggregation=select_teacher"), chosen)
+    routed = mask_unrouted(batch(), torch.tensor([1, 0, 1]))
+    shares = share_metrics(objective_of(tiny, "aggregation=select_teacher"), routed)
     assert shares == {"share/cross": Mean(1, 3), "share/same": Mean(2, 3)}
-    weights = weighted(batch(), torch.tensor([[0.25, 0.25, 0.4], [0.75, 0.75, 0.6]]))
-    said = share_metrics(objective_of(tiny, "aggregation.weights=entropy"), weights)
-    assert {name: metric.value() for name, metric in said.items()} == pytest.approx(
+    weighted_batch = weighted(batch(), torch.tensor([[0.25, 0.25, 0.4], [0.75, 0.75, 0.6]]))
+    metrics = share_metrics(objective_of(tiny, "aggregation.weights=entropy"), weighted_batch)
+    assert {name: metric.value() for name, metric in metrics.items()} == pytest.approx(
         {"weight/cross": 0.3, "weight/same": 0.7}
     )
 
 
 def test_the_share_of_tokens_that_get_kd(tiny: Tiny) -> None:
-    """4 + 1 + 3 scored tokens: token 2 of row 0 and all of row 2 are in no chunk. Pooled parts add up to the whole."""
-    names, whole = ["cross", "same"], batch()
-    cross, same = whole.teachers
+    """4 + 1 + 3 scored tokens: token 2 of row 0 and row 2 are in no chunk. Metrics of shards add up to the batch's."""
+    names, full_batch = ["cross", "same"], batch()
+    cross, same = full_batch.teachers
     assert cross.chunks is not None
-    fewer = cross.chunks.student.clone()
-    fewer[0, 2], fewer[2] = -1, -1
-    whole = replace(whole, teachers=(replace(cross, chunks=replace(cross.chunks, student=fewer)), same))
-    found = coverage_metrics(objective_of(tiny), whole, names)
-    assert found == {
+    student_chunks = cross.chunks.student.clone()
+    student_chunks[0, 2], student_chunks[2] = -1, -1
+    full_batch = replace(
+        full_batch, teachers=(replace(cross, chunks=replace(cross.chunks, student=student_chunks)), same)
+    )
+    coverage = coverage_metrics(objective_of(tiny), full_batch, names)
+    assert coverage == {
         "kd_coverage/cross": Mean(3 + 1, 8),
         "kd_positions/cross": Mean(3 + 1, 8),
         "kd_positions/cross/start": Mean(4, 4),
         "kd_positions/cross/unaligned": Mean(0, 4),
         "kd_coverage/same": Mean(8, 8),
     }
-    parts = [coverage_metrics(objective_of(tiny), part, names) for part in shards(pad_rows(whole, 4), 2)]
+    parts = [coverage_metrics(objective_of(tiny), part, names) for part in shards(pad_rows(full_batch, 4), 2)]
     assert parts[0]["kd_coverage/cross"].merge(parts[1]["kd_coverage/cross"]) == Mean(4, 8)
-    chosen = mask_unrouted(whole, torch.tensor([1, 0, 0]))
-    shared = coverage_metrics(objective_of(tiny, "aggregation=select_teacher"), chosen, names)
-    assert shared["kd_coverage/cross"] == shared["kd_positions/cross"] == Mean(1, 4), "in its own texts"
-    assert shared["kd_coverage/same"] == Mean(4, 4), "in its own texts"
+    routed = mask_unrouted(full_batch, torch.tensor([1, 0, 0]))
+    shared = coverage_metrics(objective_of(tiny, "aggregation=select_teacher"), routed, names)
+    assert shared["kd_coverage/cross"] == shared["kd_positions/cross"] == Mean(1, 4), "among the texts routed to it"
+    assert shared["kd_coverage/same"] == Mean(4, 4), "among the texts routed to it"
     joined = replace(cross, chunks=ChunkRows(cross.chunks.student.clamp(max=2), cross.chunks.teacher.clamp(max=2)))
-    several = coverage_metrics(objective_of(tiny), replace(whole, teachers=(joined, same)), names)
+    several = coverage_metrics(objective_of(tiny), replace(full_batch, teachers=(joined, same)), names)
     assert several["kd_coverage/cross"] == Mean(8, 8)
     assert several["kd_positions/cross"] == Mean(2 + 1 + 2, 8), "a chunk of several tokens is compared once"
     assert {name: share.total for name, share in several.items() if name.startswith("kd_positions/cross/")} == {

@@ -1,4 +1,4 @@
-"""A column of the data names the teacher: from a file to the rows of a batch, and what is refused on the way."""
+"""A column of the data names the teacher: from files to the rows of a batch, and errors about the column."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def plan_of(tiny: Tiny, source: str, *more: str) -> Plan:
 
 
 def lengths(plan: Plan) -> list[list[int]]:
-    """By teacher, of all documents."""
+    """Return the lengths of all documents for each teacher."""
     (batch,) = validation_batches(plan.data.train, plan.data.make_sample, 100)
     return [rows.tokens.lengths.tolist() for rows in batch.teachers]
 
@@ -43,12 +43,12 @@ def lengths(plan: Plan) -> list[list[int]]:
 @pytest.mark.parametrize("cache", ["true", "false"])
 def test_a_teacher_has_the_rows_that_name_it(tiny: Tiny, tmp_path: Path, cache: str) -> None:
     plan = plan_of(tiny, jsonl(tmp_path, [*ROUTES]), f"data.cache={cache}")
-    for name, own in zip(("cross", "same"), lengths(plan), strict=True):
-        assert [length > 0 for length in own] == [route == name for route in ROUTES]
+    for name, text_lengths in zip(("cross", "same"), lengths(plan), strict=True):
+        assert [length > 0 for length in text_lengths] == [route == name for route in ROUTES]
 
 
 def test_a_cached_sample_follows_a_new_route(tiny: Tiny, tmp_path: Path) -> None:
-    """Bug: the route of the first run, stored with what it does not depend on."""
+    """Bug: the sample cache keeps the route of the first run."""
     first = lengths(plan_of(tiny, jsonl(tmp_path, [*ROUTES])))
     swapped = {"same": "cross", "cross": "same"}
     second = lengths(plan_of(tiny, jsonl(tmp_path, [swapped[route] for route in ROUTES])))
@@ -57,7 +57,7 @@ def test_a_cached_sample_follows_a_new_route(tiny: Tiny, tmp_path: Path) -> None
 
 
 def test_windows_are_for_the_teacher_of_their_document(tiny: Tiny, tmp_path: Path) -> None:
-    """Packed rows have windows of documents for different teachers, each of which reads its own alone."""
+    """Bug: a teacher reads all windows of a packed row, which has documents of two teachers."""
     plan = plan_of(tiny, jsonl(tmp_path, [*ROUTES] * 4), "train.max_length=12", "train.global_batch_size=100")
     assert isinstance(plan.data, Corpus)
     with plan.data.loader(plan.config) as loader:
@@ -82,7 +82,7 @@ def test_loader_workers_keep_the_route(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_parquet_and_another_name_of_the_column(tiny: Tiny, tmp_path: Path) -> None:
-    """Names of ours that are the user's for something else."""
+    """Bug: user columns named `text` and `teacher` are taken for ours although the settings name others."""
     file = tmp_path / "documents.parquet"
     rows = [{"text": row["teacher"], "content": row["text"], "teacher": "x"} for row in rows_of([*ROUTES])]
     pq.write_table(pa.Table.from_pylist(rows), file)

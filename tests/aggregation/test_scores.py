@@ -14,8 +14,8 @@ from nemo_opd.types import SequenceScores, TokenRows
 VOCAB_SIZE = 7
 
 
-def made(seed: int = 0) -> tuple[Tensor, TokenRows]:
-    """Three sequences in padding, one a single token; special tokens without bytes and tokens that are not scored."""
+def random_rows(seed: int = 0) -> tuple[Tensor, TokenRows]:
+    """Return three padded sequences, one of a single token; some tokens have no bytes and some are not scored."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(3, 6, VOCAB_SIZE + 2, generator=generator, dtype=torch.float64)
     ids = torch.randint(0, VOCAB_SIZE, (3, 6), generator=generator)
@@ -38,7 +38,7 @@ def oracle(kind: str, row: list[float], token: int) -> float:
 
 
 def in_parts(logits: torch.Tensor, num_rows: int | None) -> TensorLogits:
-    """With a budget of so many rows at a time."""
+    """Return logits that are read `num_rows` rows at a time."""
     rows = TensorLogits(logits)
     rows.block_bytes = None if num_rows is None else 4 * 4 * num_rows * VOCAB_SIZE
     return rows
@@ -47,8 +47,8 @@ def in_parts(logits: torch.Tensor, num_rows: int | None) -> TensorLogits:
 @pytest.mark.parametrize("num_rows", [1, 2, None])
 @pytest.mark.parametrize("kind", ["bits_per_byte", "entropy", "max_probability"])
 def test_bits_and_bytes_by_loops(kind: str, num_rows: int | None) -> None:
-    """Bugs: the shift, nats, padded columns in the softmax, tokens without bytes, rows of another sequence. float64."""
-    logits, tokens = made()
+    """Bugs: no shift, nats for bits, padded columns in the softmax, tokens without bytes, rows of another sequence."""
+    logits, tokens = random_rows()
     rows = in_parts(logits, num_rows)
     scores = sequence_scores(rows, tokens, score=kind, vocab_size=VOCAB_SIZE)
     for b in range(3):
@@ -60,13 +60,13 @@ def test_bits_and_bytes_by_loops(kind: str, num_rows: int | None) -> None:
 
 def test_impossible_tokens_have_no_part_in_the_entropy() -> None:
     """Bug: 0 · log 0 is NaN."""
-    logits, tokens = made()
+    logits, tokens = random_rows()
     logits[..., 3] = -torch.inf
     assert sequence_scores(logits, tokens, score="entropy", vocab_size=VOCAB_SIZE).bits.isfinite().all()
 
 
 def test_sizes_that_do_not_fit() -> None:
-    logits, tokens = made()
+    logits, tokens = random_rows()
     with pytest.raises(ConfigError, match="vocab_size=10"):
         sequence_scores(logits, tokens, score="entropy", vocab_size=10)
     with pytest.raises(ConfigError, match="ids has shape"):
@@ -75,14 +75,14 @@ def test_sizes_that_do_not_fit() -> None:
 
 def test_ranks_are_joined_in_order_and_padding_is_dropped() -> None:
     parts = [SequenceScores(torch.tensor([1.0, 2.0]), torch.tensor([3, 4]), torch.tensor([5, 6])) for _ in range(2)]
-    whole = joined_scores(parts, torch.tensor([True, False, True, True]))
-    assert (whole.bits.tolist(), whole.num_bytes.tolist()) == ([1.0, 1.0, 2.0], [3, 3, 4])
-    assert whole.num_tokens.tolist() == [5, 5, 6]
+    joined = joined_scores(parts, torch.tensor([True, False, True, True]))
+    assert (joined.bits.tolist(), joined.num_bytes.tolist()) == ([1.0, 1.0, 2.0], [3, 3, 4])
+    assert joined.num_tokens.tolist() == [5, 5, 6]
 
 
 def test_log_probability_is_of_all_scored_tokens() -> None:
-    """Bugs: the end of a turn, which carries no text, left out; bits for nats; no token as certainty."""
-    logits, tokens = made()
+    """Bugs: the token that ends a turn is dropped, as it has no bytes; bits for nats; no tokens give a probability of 1."""
+    logits, tokens = random_rows()
     scores = sequence_scores(in_parts(logits, 2), tokens, score="log_probability", vocab_size=VOCAB_SIZE)
     for b in range(2):
         scored = [i for i in range(1, 6) if tokens.loss_mask[b, i]]

@@ -10,14 +10,14 @@ from nemo_opd.errors import ConfigError
 
 @pytest.mark.parametrize("layout", [Layout(1), Layout(3), Layout(2, 3, 4), Layout(1, 2, 1), Layout(dp=2, tp=2)])
 def test_ranks_count_through_dp_then_cp_then_tp(layout: Layout) -> None:
-    """Catches an order with tp outermost, which would spread the groups that communicate most over nodes."""
-    every = list(product(range(layout.dp), range(layout.cp), range(layout.tp)))
+    """Bug: tp is the outermost axis, which spreads the groups that communicate most over nodes."""
+    coordinates = list(product(range(layout.dp), range(layout.cp), range(layout.tp)))
 
-    assert [layout.coordinates(rank) for rank in range(layout.size)] == every
-    assert [layout.rank(*coordinates) for coordinates in every] == list(range(layout.size))
+    assert [layout.coordinates(rank) for rank in range(layout.size)] == coordinates
+    assert [layout.rank(*coordinate) for coordinate in coordinates] == list(range(layout.size))
 
 
-def test_what_a_layout_does_not_have_is_refused() -> None:
+def test_ranks_and_coordinates_outside_a_layout_are_errors() -> None:
     layout = Layout(2, 1, 2)
 
     with pytest.raises(ConfigError, match="tp=0"):

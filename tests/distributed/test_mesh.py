@@ -1,4 +1,4 @@
-"""Mesh and layout agree on every rank's coordinates; one process takes every rank in turn, without communication."""
+"""Mesh and layout agree on every rank's coordinates. One process poses as one rank after another."""
 
 import pytest
 
@@ -12,7 +12,7 @@ COPIES = [Layout(4, replicas=2), Layout(6, 1, 2, replicas=3), Layout(4, 2, 1, re
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_is_where_the_layout_has_it(layout: Layout) -> None:
-    """Another order of axes would put the ranks of a tensor-parallel group on different nodes."""
+    """Bug: another order of axes, which puts the ranks of a tensor-parallel group on different nodes."""
     for rank in range(layout.size):
         with as_rank(rank, layout.size):
             mesh = build_mesh(layout, "cpu")
@@ -21,21 +21,21 @@ def test_every_rank_is_where_the_layout_has_it(layout: Layout) -> None:
             fsdp = fsdp_axis(mesh)
             assert (fsdp.size(), fsdp.get_local_rank()) == (layout.dp * layout.cp, d * layout.cp + c)
             assert fsdp.mesh.tolist() == [
-                layout.rank(*divmod(other, layout.cp), t) for other in range(layout.dp * layout.cp)
+                layout.rank(*divmod(index, layout.cp), t) for index in range(layout.dp * layout.cp)
             ]
             tensor, context = tensor_axis(mesh), context_axis(mesh)
             assert (tensor is None) == (layout.tp == 1)
             assert (context is None) == (layout.cp == 1)
             if tensor is not None:
-                assert tensor.mesh.tolist() == [layout.rank(d, c, other) for other in range(layout.tp)]
+                assert tensor.mesh.tolist() == [layout.rank(d, c, index) for index in range(layout.tp)]
             if context is not None:
-                assert context.mesh.tolist() == [layout.rank(d, other, t) for other in range(layout.cp)]
+                assert context.mesh.tolist() == [layout.rank(d, index, t) for index in range(layout.cp)]
 
 
 @pytest.mark.parametrize("layout", COPIES, ids=str)
 def test_a_copy_is_sharded_over_consecutive_ranks(layout: Layout) -> None:
-    """Bugs: copies that are sharded across nodes and replicated within them; a factor without the copies."""
-    of_copy = layout.size // layout.replicas
+    """Bugs: copies are sharded across nodes and replicated within them; the FSDP size leaves the copies out."""
+    ranks_per_copy = layout.size // layout.replicas
     for rank in range(layout.size):
         with as_rank(rank, layout.size):
             mesh = build_mesh(layout, "cpu")
@@ -44,14 +44,16 @@ def test_a_copy_is_sharded_over_consecutive_ranks(layout: Layout) -> None:
             copies = fsdp.mesh.tolist()
             assert [len(shards) for shards in copies] == [layout.num_shards] * layout.replicas
             for number, shards in enumerate(copies):
-                assert shards == list(range(number * of_copy + rank % layout.tp, (number + 1) * of_copy, layout.tp))
-            assert tuple(fsdp.get_coordinate() or ()) == (rank // of_copy, rank % of_copy // layout.tp)
+                assert shards == list(
+                    range(number * ranks_per_copy + rank % layout.tp, (number + 1) * ranks_per_copy, layout.tp)
+                )
+            assert tuple(fsdp.get_coordinate() or ()) == (rank // ranks_per_copy, rank % ranks_per_copy // layout.tp)
             d, c, t = layout.coordinates(rank)
             for axis, place, degree in ((tensor_axis(mesh), t, layout.tp), (context_axis(mesh), c, layout.cp)):
                 assert (axis is None) == (degree == 1)
                 assert axis is None or (axis.size(), axis.get_local_rank()) == (degree, place)
             if (tensor := tensor_axis(mesh)) is not None:
-                assert tensor.mesh.tolist() == [layout.rank(d, c, other) for other in range(layout.tp)]
+                assert tensor.mesh.tolist() == [layout.rank(d, c, index) for index in range(layout.tp)]
 
 
 def test_data_parallel_alone_is_one_axis() -> None:

@@ -1,4 +1,4 @@
-"""NCCL is told its GPU, and gloo none; a store that has ended is known at once."""
+"""The GPU of a process group, and a store that has ended."""
 
 import os
 import socket
@@ -18,32 +18,34 @@ from nemo_opd.distributed import process_group
 def test_a_world_is_bound_to_the_present_gpu(
     device: str, bound_to: torch.device | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: every rank of a node begins on GPU 0, until its first collective."""
-    given: dict[str, Any] = {}
+    """Bug: every rank of a node uses GPU 0 until its first collective."""
+    arguments: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options, backend=backend))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **options: arguments.update(options, backend=backend)
+    )
 
     process_group.join(dist.HashStore(), 1, 8, device, 60.0)
 
-    assert given["device_id"] == bound_to
-    assert given["backend"] == {"cuda": "nccl", "cpu": "gloo"}[device]
+    assert arguments["device_id"] == bound_to
+    assert arguments["backend"] == {"cuda": "nccl", "cpu": "gloo"}[device]
 
 
 def test_a_rank_of_ray_takes_the_one_gpu_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the number of the driver's own rank, by which libraries then look for a GPU that the actor has not."""
+    """Bug: LOCAL_RANK is the driver's, so libraries look for a GPU that the actor does not see."""
     monkeypatch.setenv("LOCAL_RANK", "5")
-    chosen: list[int] = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr("gc.disable", lambda: None)
 
     RankActor(3, 8, "cuda", torch.get_num_threads(), 60.0, None, {}, b"key")
 
-    assert chosen == [0]
+    assert devices == [0]
     assert os.environ["LOCAL_RANK"] == "0"
 
 
 def test_a_rank_of_torchrun_takes_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: NCCL guesses the GPU, since the world is joined first."""
+    """Bug: the world is joined first, so NCCL guesses the GPU."""
     calls: list[object] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(process_group, "stay_on_this_machine", lambda: None)
@@ -56,7 +58,7 @@ def test_a_rank_of_torchrun_takes_its_gpu_before_it_joins(monkeypatch: pytest.Mo
 
 
 def test_a_store_that_has_ended_is_refused_without_a_stack(capfd: pytest.CaptureFixture[str]) -> None:
-    """Bug: PyTorch tries for seconds, and prints C++ after the last line of a run that a signal has ended."""
+    """Bug: PyTorch retries for seconds and prints a C++ stack after the last line of an interrupted run."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 

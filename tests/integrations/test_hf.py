@@ -1,4 +1,4 @@
-"""Distillation in transformers.Trainer is that of our own loop, and can be cut, continued and evaluated."""
+"""Distillation in transformers.Trainer: the gradients of our own loop, resuming, evaluation and errors."""
 
 import json
 from collections.abc import Sequence
@@ -42,14 +42,14 @@ class DistillationSFTTrainer(DistillationMixin, SFTTrainer):
 
 @pytest.fixture(scope="module")
 def config(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Three teachers, two of them with other tokenizers, in our loop with plain gradient descent."""
+    """Return settings of our loop: three teachers, two with tokenizers of their own, and plain gradient descent."""
     tokenizer = train_tokenizer(r"\p{L}+|\s|[^\s\p{L}]", 310, "<eos>")
-    other = save_model(tmp_path_factory.mktemp("teacher") / "other", tokenizer, width=16, seed=4)
-    given = compose(*tiny.overrides("train.gradient_clip=null", "data.packing=false")).model_dump(mode="json")
-    given["teachers"].append({**given["teachers"][0], "name": "other", "model": str(other), "weight": 0.7})
-    given["student"] |= {"optimizer": SGD, "scheduler": {"type": "constant"}}
-    given["cluster"] |= {"launcher": "local"}
-    return from_dict(given)
+    model = save_model(tmp_path_factory.mktemp("teacher") / "other", tokenizer, width=16, seed=4)
+    settings = compose(*tiny.overrides("train.gradient_clip=null", "data.packing=false")).model_dump(mode="json")
+    settings["teachers"].append({**settings["teachers"][0], "name": "other", "model": str(model), "weight": 0.7})
+    settings["student"] |= {"optimizer": SGD, "scheduler": {"type": "constant"}}
+    settings["cluster"] |= {"launcher": "local"}
+    return from_dict(settings)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,11 @@ def distillation(config: RunConfig) -> Distillation:
 
 
 def as_distillation(config: RunConfig) -> Distillation:
-    given = config.model_dump(mode="json")
+    settings = config.model_dump(mode="json")
     return Distillation(
         {
             "student": {"model": config.student.model},
-            **{key: given[key] for key in ("teachers", "loss", "aggregation")},
+            **{key: settings[key] for key in ("teachers", "loss", "aggregation")},
             "train": {"max_length": config.train.max_length},
         }
     )
@@ -84,21 +84,26 @@ def trainer(
     **arguments: Any,
 ) -> DistillationTrainer | DistillationSFTTrainer:
     model = AutoModelForCausalLM.from_pretrained(distillation.config.student.model, dtype=torch.float32)
-    given = {"logging_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **arguments}
-    given |= {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "train_sampling_strategy": "sequential"}
-    own = (None, None) if optimizer is None else (optimizer(model.parameters(), lr=LR), None)
+    settings = {"logging_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **arguments}
+    settings |= {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "train_sampling_strategy": "sequential"}
+    optimizers = (None, None) if optimizer is None else (optimizer(model.parameters(), lr=LR), None)
     if is_sft:
         return DistillationSFTTrainer(
             model,
-            SFTConfig(str(folder), bf16=False, dataset_kwargs={"skip_prepare_dataset": True}, **given),
+            SFTConfig(str(folder), bf16=False, dataset_kwargs={"skip_prepare_dataset": True}, **settings),
             distillation=distillation,
             train_dataset=Dataset.from_list(list(rows)),
             processing_class=distillation.tokenizer,
-            optimizers=own,
+            optimizers=optimizers,
         )
-    settings = TrainingArguments(str(folder), **given)
+    training_arguments = TrainingArguments(str(folder), **settings)
     return DistillationTrainer(
-        model, settings, distillation=distillation, train_dataset=rows, eval_dataset=rows[:5], optimizers=own
+        model,
+        training_arguments,
+        distillation=distillation,
+        train_dataset=rows,
+        eval_dataset=rows[:5],
+        optimizers=optimizers,
     )
 
 
@@ -110,9 +115,9 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
 def test_gradients_are_those_of_our_loop(
     config: RunConfig, distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    """Bugs: a microbatch divided by its own units, or twice; a weight, mask or shift of a teacher that is lost.
+    """Bugs: a microbatch is divided by its own units, or twice; a teacher's weight, mask or shift is lost.
 
-    Plain gradient descent: a weight is the first one less the gradients. They are sums of some hundred fp32 numbers.
+    With plain gradient descent, weights change by the gradients: sums of about a hundred fp32 numbers.
     """
     ours = trainer(
         distillation,
@@ -124,7 +129,7 @@ def test_gradients_are_those_of_our_loop(
         save_strategy="no",
         lr_scheduler_type="constant",
     )
-    before = weights_of(ours)
+    initial = weights_of(ours)
     ours.train()
     after, logs = weights_of(ours), [log for log in ours.state.log_history if "loss" in log]
     batches = [distillation.collator(rows[start : start + 4])["batch"] for start in (0, 4)]
@@ -133,8 +138,8 @@ def test_gradients_are_those_of_our_loop(
         theirs = weights(models)
 
     for name, weight in after.items():
-        torch.testing.assert_close(weight - before[name], theirs[name] - before[name], rtol=1e-4, atol=1e-6, msg=name)
-        assert not torch.equal(weight, before[name])
+        torch.testing.assert_close(weight - initial[name], theirs[name] - initial[name], rtol=1e-4, atol=1e-6, msg=name)
+        assert not torch.equal(weight, initial[name])
     for log, metrics in zip(logs, curve, strict=True):
         for name in ("ce", "kd/cross", "kd/same", "kd/other"):
             assert log[name] == pytest.approx(metrics[name].value(), rel=1e-5), name
@@ -143,14 +148,14 @@ def test_gradients_are_those_of_our_loop(
 
 
 def test_trls_trainer_learns_the_same(distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path) -> None:
-    """Bug: SFTTrainer tokenizes or cuts the texts itself, or computes its own loss."""
-    given = {"max_steps": 2, "max_grad_norm": 0, "save_strategy": "no", "lr_scheduler_type": "constant"}
+    """Bug: SFTTrainer tokenizes or truncates the texts itself, or computes its own loss."""
+    arguments = {"max_steps": 2, "max_grad_norm": 0, "save_strategy": "no", "lr_scheduler_type": "constant"}
     plain, sft = (
-        trainer(distillation, rows, tmp_path, optimizer=torch.optim.SGD, is_sft=is_sft, **given)
+        trainer(distillation, rows, tmp_path, optimizer=torch.optim.SGD, is_sft=is_sft, **arguments)
         for is_sft in (False, True)
     )
-    for each in (plain, sft):
-        each.train()
+    for run in (plain, sft):
+        run.train()
     for name, weight in weights_of(sft).items():
         torch.testing.assert_close(weight, weights_of(plain)[name], rtol=0, atol=0, msg=name)
     assert sft.state.log_history[0]["kd/cross"] == plain.state.log_history[0]["kd/cross"]
@@ -159,58 +164,58 @@ def test_trls_trainer_learns_the_same(distillation: Distillation, rows: list[dic
 def test_a_continued_run_ends_with_the_same_bits(
     distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    """Bug: something that a step depends on is in no checkpoint of Trainer's."""
-    whole = trainer(distillation, rows, tmp_path, max_steps=4, save_steps=2, save_strategy="steps")
-    whole.train()
+    """Bug: Trainer's checkpoint lacks state that a step depends on."""
+    uninterrupted = trainer(distillation, rows, tmp_path, max_steps=4, save_steps=2, save_strategy="steps")
+    uninterrupted.train()
     continued = trainer(distillation, rows, tmp_path, max_steps=4, save_strategy="no")
     continued.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
-    assert all(torch.equal(each, weights_of(continued)[name]) for name, each in weights_of(whole).items())
+    assert all(torch.equal(weight, weights_of(continued)[name]) for name, weight in weights_of(uninterrupted).items())
 
 
 def test_an_evaluation_is_of_all_texts_however_they_are_cut(
     distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    """Bugs: a mean of the batches' means, metrics of training among them, and bins of the calibration's error."""
+    """Bugs: the mean of the batches' means; metrics of training or bins of the calibration error in the result."""
     measures = ("loss", "ce", "kd", "bits_per_byte", "accuracy", "calibration_error")
-    found = []
+    results = []
     for size in (2, 5):
         evaluated = trainer(distillation, rows, tmp_path, per_device_eval_batch_size=size).evaluate()
         assert not any("calibration_gap" in name for name in evaluated)
-        found.append({name: evaluated[f"eval_{name}"] for name in measures})
+        results.append({name: evaluated[f"eval_{name}"] for name in measures})
 
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-    assert found[0]["bits_per_byte"] > 1
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+    assert results[0]["bits_per_byte"] > 1
 
 
 def test_an_evaluation_counts_each_text_once_on_two_processes(
     distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    """Bug: the first texts, with which the last batches of the processes are filled up, are counted again.
+    """Bug: texts that are repeated to fill the processes' last batches count twice.
 
-    Of one text, the second process has none.
+    An evaluation of one text leaves the second process without any.
     """
     store = serve_store("127.0.0.1", 60)
     processes.start(_evaluate_on_rank, (store.port, distillation.config, rows, tmp_path), 2)
-    found = json.loads((tmp_path / "found.json").read_text())
+    results = json.loads((tmp_path / "found.json").read_text())
 
-    assert found == [pytest.approx(each, rel=1e-5) for each in evaluated(distillation, rows, tmp_path)]
+    assert results == [pytest.approx(expected, rel=1e-5) for expected in evaluated(distillation, rows, tmp_path)]
 
 
 def _evaluate_on_rank(rank: int, port: int, config: RunConfig, rows: list[dict[str, str]], folder: Path) -> None:
     as_torchrun_starts(rank, 2, port)
-    found = evaluated(as_distillation(config), rows, folder)
+    results = evaluated(as_distillation(config), rows, folder)
     if rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "found.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
 def evaluated(distillation: Distillation, rows: list[dict[str, str]], folder: Path) -> list[dict[str, float]]:
     """Return the measures of one, five and seven texts."""
     measures = ("loss", "ce", "kd/cross", "bits_per_byte", "accuracy")
-    own = trainer(distillation, rows, folder, per_device_eval_batch_size=2)
-    found = [own.evaluate(rows[:number]) for number in (1, 5, 7)]
-    return [{name: each[f"eval_{name}"] for name in measures} for each in found]
+    evaluating = trainer(distillation, rows, folder, per_device_eval_batch_size=2)
+    results = [evaluating.evaluate(rows[:number]) for number in (1, 5, 7)]
+    return [{name: result[f"eval_{name}"] for name in measures} for result in results]
 
 
 @pytest.mark.parametrize(
@@ -227,27 +232,27 @@ def evaluated(distillation: Distillation, rows: list[dict[str, str]], folder: Pa
         ({"train": {"max_len": 5}}, "train.max_len=5: there is no such key; did you mean train.max_length?"),
     ],
 )
-def test_what_needs_our_own_loop_is_refused(tiny: Tiny, given: dict[str, Any], message: str) -> None:
-    """Bugs: a setting that is accepted and ignored, and a misspelled one that the trainer is said to decide."""
+def test_what_needs_our_own_loop_is_refused(tiny: Tiny, settings: dict[str, Any], message: str) -> None:
+    """Bugs: a setting is accepted and ignored; the message for a misspelled key says that the trainer decides it."""
     teacher = {"name": "cross", "type": "cross_tokenizer", "model": str(tiny.teacher_cross)}
-    if (teachers := given.get("teachers")) and teachers[0].get("weights"):
+    if (teachers := settings.get("teachers")) and teachers[0].get("weights"):
         teacher = {"name": "same", "type": "same_tokenizer", "loss": {"type": "same_vocab"}}
     base = {"student": {"model": str(tiny.student)}, "train": {"max_length": 48}, "teachers": [teacher]}
-    merged = {**base, **given, "teachers": [{**teacher, **each} for each in given.get("teachers", [{}])]}
+    merged = {**base, **settings, "teachers": [{**teacher, **changes} for changes in settings.get("teachers", [{}])]}
     with pytest.raises(ConfigError) as error:
-        read_settings({**merged, "train": {**base["train"], **given.get("train", {})}})  # type: ignore[dict-item]
+        read_settings({**merged, "train": {**base["train"], **settings.get("train", {})}})  # type: ignore[dict-item]
 
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("section", ["train", "data", "student"])
-def test_a_section_that_is_none_is_told(section: str) -> None:
+def test_a_section_that_is_not_a_mapping_is_refused(section: str) -> None:
     """Bug: a TypeError."""
     with pytest.raises(ConfigError, match=f"{section}=3: "):
         read_settings({"student": {"model": "a"}, section: 3})
 
 
-def test_a_row_without_text_is_told(distillation: Distillation) -> None:
+def test_a_row_without_text_is_refused(distillation: Distillation) -> None:
     """Bug: an assertion without a message."""
     with pytest.raises(DataError, match=r"a row's text is None \(NoneType\); correct it, or leave the row out"):
         distillation.collator([{"text": "a"}, {"text": None}])
@@ -261,10 +266,10 @@ def test_a_row_without_text_is_told(distillation: Distillation) -> None:
         ("messages", {"messages": '[{"role": "user", "content": "ab\\ud83d"}]'}, "ab"),
     ],
 )
-def test_half_of_a_surrogate_pair_is_told(
+def test_half_of_a_surrogate_pair_is_refused(
     distillation: Distillation, key: str, row: dict[str, Any], passage: str
 ) -> None:
-    """Bug: the tokenizer's TypeError, which names neither the row nor the character."""
+    """Bug: the tokenizer's TypeError, without the row and the character."""
     columns = {"text": TEXT} if key == "text" else {"messages": MESSAGES}
     collator = Collator(distillation.collator.make_sample, columns)
     with pytest.raises(DataError, match=f"half of a surrogate pair.*{passage}"):
@@ -275,7 +280,7 @@ def test_half_of_a_surrogate_pair_is_told(
 def test_rows_are_grouped_by_a_column_of_lengths(
     distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path, strategy: str
 ) -> None:
-    """Bugs: the error asked for `input_ids`, which the collator makes; the column was removed before it was read."""
+    """Bugs: the error asks for `input_ids`, which the collator makes; the column is removed before it is read."""
     ours = trainer(distillation, rows, tmp_path, max_steps=1, save_strategy="no", is_sft=True)
     ours.args.train_sampling_strategy = strategy
     with pytest.raises(ConfigError, match=f"train_sampling_strategy={strategy}.* add a column length"):
@@ -289,7 +294,7 @@ def test_rows_are_grouped_by_a_column_of_lengths(
 def test_rows_of_a_list_are_grouped_by_their_length(
     distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path, strategy: str
 ) -> None:
-    """Bug: "add a column length to the dataset", which every row of the list has."""
+    """Bug: the error asks for a column that all rows of the list have."""
     measured = [{**row, "length": len(row["text"])} for row in rows]
     ours = trainer(distillation, measured, tmp_path, max_steps=1, save_strategy="no")
     ours.args.train_sampling_strategy = strategy
@@ -300,14 +305,16 @@ def test_rows_of_a_list_are_grouped_by_their_length(
         ours.train()
 
 
-def test_a_step_without_anything_to_learn_is_told(distillation: Distillation, tmp_path: Path) -> None:
-    """Bug: empty texts had a loss of 0, and nobody said so."""
+def test_a_step_without_tokens_to_learn_warns(distillation: Distillation, tmp_path: Path) -> None:
+    """Bug: empty texts have a loss of 0, without a warning."""
     ours = trainer(distillation, [{"text": ""}] * 4, tmp_path, max_steps=1, save_strategy="no")
     with pytest.warns(UserWarning, match="no text of this step has a token to learn"):
         ours.train()
 
 
-def test_what_a_trainer_cannot_be_given_is_refused(distillation: Distillation, tmp_path: Path) -> None:
+def test_arguments_that_the_distillation_replaces_and_bad_rows_are_refused(
+    distillation: Distillation, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="compute_metrics: the distillation provides batches, loss and metrics"):
         DistillationTrainer(distillation=distillation, compute_metrics=print)
     with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.1: losses have no smoothing"):
@@ -320,8 +327,8 @@ def test_what_a_trainer_cannot_be_given_is_refused(distillation: Distillation, t
         distillation.loss(torch.zeros(1, 2, 3), distillation.collator([{"text": "a"}])["batch"])
 
 
-def test_strings_stand_for_models(tiny: Tiny) -> None:
-    """Bug: a teacher whose type is not written has no projection."""
+def test_a_string_is_a_model(tiny: Tiny) -> None:
+    """Bug: a teacher without a type has no projection."""
     distillation = Distillation(
         {
             "student": str(tiny.student),
@@ -333,8 +340,8 @@ def test_strings_stand_for_models(tiny: Tiny) -> None:
     assert [teacher.type for teacher in distillation.config.teachers] == ["same_tokenizer", "cross_tokenizer"]
 
 
-def test_calls_that_a_template_leaves_out_are_told_before_training(tiny: Tiny, tmp_path: Path) -> None:
-    """Bug: the student learns to end its turn in place of a call; in our own loop preflight says so."""
+def test_calls_that_a_template_leaves_out_are_refused_before_training(tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: the student learns to end its turn in place of a call. In our own loop preflight checks this."""
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")
     distillation = Distillation(
@@ -346,8 +353,8 @@ def test_calls_that_a_template_leaves_out_are_told_before_training(tiny: Tiny, t
             "train": {"max_length": 96},
         }
     )
-    asked = {"role": "user", "content": "fox?"}
+    question = {"role": "user", "content": "fox?"}
     call = {"type": "function", "function": {"name": "jump", "arguments": "{}"}}
-    rows = [{"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [call]}]}]
+    rows = [{"messages": [question, {"role": "assistant", "content": None, "tool_calls": [call]}]}]
     with pytest.raises(DataError, match=r"train_dataset: the student's chat template leaves out tool calls in 1 of 1 "):
         trainer(distillation, rows, tmp_path / "run")  # type: ignore[arg-type]
