@@ -1,4 +1,4 @@
-"""Draws made ready: the plan, the batches, and what the package and the reference make of them."""
+"""Cases: a draw with its plan and batches, the reference's results, and the comparison with a run's results."""
 
 import json
 import math
@@ -24,18 +24,18 @@ from nemo_opd.training.step_metrics import objective_values
 from nemo_opd.types import Batch, Last
 from tests.campaign.draws import BATCH, STEPS, Draw, with_models
 from tests.campaign.models import tokenizer
-from tests.campaign.plain import Rows, plain_rows, plain_run
 from tests.reference.trainer import train as plain_training
 from tests.tiny import SENTENCES
 from tests.workers.local import Trained, Training
+from tests.workers.plain_trainer import Rows, plain_rows, plain_run
 
 ROUNDING = {"float64": 1.2e-7, "float32": 2e-6}
-"""Relative, of what a model computes: float64 models of transformers have norms in fp32, and master weights and the
-sums of gradients over ranks are fp32 (2⁻²³); in float32 sums of some hundred such numbers besides.
+"""Relative rounding errors of a model. With float64, transformers' norms, master weights and the sums of gradients over
+ranks are fp32 (2⁻²³); with float32, sums of about a hundred such numbers are as well.
 """
 SAFETY = 10
 FLOOR = 1e-2
-"""Values that are smaller are as fine as this one."""
+"""Smaller values are compared with the absolute tolerance of this one."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Case:
     plan: Plan
     batches: list[Batch]
     rows: list[Rows]
-    """The same as the reference takes it."""
+    """The batches in the reference's form."""
 
     @property
     def training(self) -> Training:
@@ -62,16 +62,16 @@ class Case:
 
 
 class RefusedError(Exception):
-    """The settings drawn do not go together."""
+    """The drawn settings do not go together."""
 
 
 def case(drawn: Draw, folder: Path) -> Case:
-    """Raises RefusedError with what the configuration or preflight says."""
+    """Plan a draw and make its batches. Raises RefusedError with the message of the configuration or preflight."""
     documents = write_documents(folder, drawn)
     data: dict[str, Any] = {"train": {"jsonl_files": [str(documents)]}, "shuffle": False, "cache": False}
     if drawn.on_policy:
         data["response_key"] = "response"
-    # With an address nobody asks whether this machine has a core for each rank.
+    # With an address, the number of this machine's cores is not checked.
     cluster = {"device": "cpu", "cpu_ranks": drawn.world, "address": "auto"}
     output = {"output_dir": str(folder / "output")}
     try:
@@ -85,7 +85,7 @@ def case(drawn: Draw, folder: Path) -> Case:
 
 
 def document_batch(plan: Plan, drawn: Draw, step: int) -> tuple[Batch, Rows]:
-    """The documents in their order; the last batch of an epoch is short."""
+    """Return the next documents in their order; the last batch of an epoch is short."""
     number = len(plan.data.train)
     begin = step % math.ceil(number / BATCH) * BATCH
     indices = list(range(number))[begin : begin + BATCH]
@@ -99,7 +99,7 @@ def route(plan: Plan, drawn: Draw, index: int) -> dict[str, Any]:
 
 
 def in_dtype(config: RunConfig, dtype: str) -> RunConfig:
-    """What is computed in, on both sides; float64 is no setting, as only tests need it."""
+    """Set the dtype of all models, also float64, which settings do not allow."""
     teachers = tuple(teacher.model_copy(update={"dtype": dtype}) for teacher in config.teachers)
     student = config.student.model_copy(update={"dtype": dtype})
     return config.model_copy(update={"teachers": teachers, "student": student})
@@ -125,48 +125,48 @@ def routes(drawn: Draw) -> list[int]:
 
 
 def rollout_batch(plan: Plan, drawn: Draw, step: int) -> tuple[Batch, Rows]:
-    """Two rollouts of each of two prompts, and the responses that the dataset has to two others."""
+    """Return two rollouts of each of two prompts, and the dataset's responses to two more prompts."""
     data = plan.data
     assert isinstance(data, Prompts)
     random = np.random.default_rng([drawn.seed, step])
     prompts = [data.train.all()[i] for i in random.permutation(len(data.train))[:4]]
-    own, others = prompts[:2], prompts[2:]
-    rollouts = [rollout(prompt, sample, data, plan, random) for prompt in own for sample in range(2)]
+    sampled_prompts, dataset_prompts = prompts[:2], prompts[2:]
+    rollouts = [rollout(prompt, sample, data, plan, random) for prompt in sampled_prompts for sample in range(2)]
     rewards = random.integers(0, 2, len(rollouts)).astype(float).tolist()
-    samples = [data.make_sample(each) for each in (*rollouts, *map(data.from_dataset, others))]
-    batch = with_rollouts(collate(samples), rollouts, others, rewards, plan.config)
-    indices = [each.prompt.index for each in rollouts] + [prompt.index for prompt in others]
-    paid = [*rewards, *[0.0] * len(others)]
-    facts = [route(plan, drawn, i) | {"reward": reward} for i, reward in zip(indices, paid, strict=True)]
+    samples = [data.make_sample(example) for example in (*rollouts, *map(data.from_dataset, dataset_prompts))]
+    batch = with_rollouts(collate(samples), rollouts, dataset_prompts, rewards, plan.config)
+    indices = [rollout.prompt.index for rollout in rollouts] + [prompt.index for prompt in dataset_prompts]
+    all_rewards = [*rewards, *[0.0] * len(dataset_prompts)]
+    facts = [route(plan, drawn, i) | {"reward": reward} for i, reward in zip(indices, all_rewards, strict=True)]
     return batch, plain_rows(samples, batch.sampled, facts)
 
 
 def rollout(prompt: Prompt, sample: int, data: Prompts, plan: Plan, random: np.random.Generator) -> Rollout:
-    """Some words and some random tokens as if sampled, by a policy that is not far from what the student is."""
-    asked = data.student.renderer.prompt_ids(prompt)
+    """Return some words and random tokens as a rollout, with log-probabilities that are near the student's."""
+    prompt_ids = data.student.renderer.prompt_ids(prompt)
     ordinary = np.flatnonzero(data.sample_maker.lengths)
     words = data.student.renderer.prompt_ids(replace(prompt, content=SENTENCES[int(random.integers(4))][:12]))
-    said = np.concatenate([words, random.choice(ordinary, 4)])[random.permutation(len(words) + 4)]
-    said = said[: int(random.integers(1, 10))].astype(np.int32)
+    response_ids = np.concatenate([words, random.choice(ordinary, 4)])[random.permutation(len(words) + 4)]
+    response_ids = response_ids[: int(random.integers(1, 10))].astype(np.int32)
     stops = random.random() < 0.7
-    response = data.student.renderer.text(said)
+    response = data.student.renderer.text(response_ids)
     if stops:
-        said = np.append(said, np.int32(min(data.student.end_ids)))
-    ids = np.concatenate([asked, said]).astype(np.int32)
-    mask = np.arange(len(ids)) >= len(asked)
+        response_ids = np.append(response_ids, np.int32(min(data.student.end_ids)))
+    ids = np.concatenate([prompt_ids, response_ids]).astype(np.int32)
+    mask = np.arange(len(ids)) >= len(prompt_ids)
     logprobs = np.where(mask, random.normal(-6, 0.5, len(ids)), 0).astype(np.float32)
     warp = random.normal(0.5, 1, len(ids)) * (random.random() < 0.8)
     behaviour = np.where(mask, np.minimum(logprobs + warp, -0.1), 0).astype(np.float32)
-    turns = np.array([[len(asked), len(ids)]], np.int32)
+    turns = np.array([[len(prompt_ids), len(ids)]], np.int32)
     finish = "stop" if stops else "length"
     return Rollout(prompt, sample, ids, mask, logprobs, behaviour, turns, (response,), (), finish, 0)
 
 
 def differences(case: Case, trained: Trained) -> tuple[list[str], float]:
-    """What does not agree with the reference, nothing where all does; and how far off a value may be, relatively.
+    """Return the differences from the reference, and the largest relative tolerance.
 
-    A result may be off by SAFETY times what a change of all weights by their rounding, or the opposite change, does to
-    the reference itself: the gradient of uld and of tvd jumps where two probabilities cross, on one side of a weight.
+    The tolerance is SAFETY times the change of the reference if all its weights change by their rounding, up or down:
+    the gradients of uld and tvd jump at weights for which two probabilities are equal.
     """
     expected, rounding = case.expected(), ROUNDING[case.drawn.dtype]
     wrong, width = compared(case, expected, [expected], trained, rounding)
@@ -178,25 +178,22 @@ def differences(case: Case, trained: Trained) -> tuple[list[str], float]:
 def compared(
     case: Case, expected: Expected, nudged: Sequence[Expected], trained: Trained, rounding: float
 ) -> tuple[list[str], float]:
-    found, width = [], 0.0
-    for step, (wanted, raw) in enumerate(zip(expected.curve, trained.curve, strict=True)):
+    wrong, width = [], 0.0
+    for step, (point, raw) in enumerate(zip(expected.curve, trained.curve, strict=True)):
         metrics = {name: Last(value) for name, value in raw.items()}
-        made = objective_values(case.plan.config, metrics, raw["kd_scale"], "train")
-        for name, value in wanted.items():
-            moved = max(abs(other.curve[step][name] - value) for other in nudged)
-            # CE without a unit is left out.
-            own, size = made.get(f"train/{name}", 0.0), max(FLOOR, abs(value))
-            allowed = SAFETY * (moved + rounding * size)
+        reported = objective_values(case.plan.config, metrics, raw["kd_scale"], "train")
+        for name, value in point.items():
+            change = max(abs(run.curve[step][name] - value) for run in nudged)
+            # Without units there is no CE.
+            actual, size = reported.get(f"train/{name}", 0.0), max(FLOOR, abs(value))
+            allowed = SAFETY * (change + rounding * size)
             width = max(width, allowed / size)
-            if not abs(own - value) <= allowed:
-                found.append(f"step {step}: {name} is {own}, not {value} ± {allowed:.1g}")
+            if not abs(actual - value) <= allowed:
+                wrong.append(f"step {step}: {name} is {actual}, not {value} ± {allowed:.1g}")
     lr = case.plan.config.student.optimizer.lr
     for name, weight in expected.weights.items():
-        error, *changes = (
-            float((other - weight).abs().max())
-            for other in (trained.weights[name], *(each.weights[name] for each in nudged))
-        )
+        error, *changes = (float((run.weights[name] - weight).abs().max()) for run in (trained, *nudged))
         allowed = SAFETY * (max(changes) + rounding * STEPS * lr)
         if not error <= allowed:
-            found.append(f"weights: {name} is off by {error:g}, not {allowed:.1g} at most")
-    return found, width
+            wrong.append(f"weights: {name} is off by {error:g}, not {allowed:.1g} at most")
+    return wrong, width

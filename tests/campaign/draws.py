@@ -1,4 +1,4 @@
-"""A seed → a case: everything a run depends on, drawn with the same chance wherever settings allow it."""
+"""Random draws of all that a run depends on: ranks, models and settings. A seed gives the same draw on any machine."""
 
 import random
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ SAME, CROSS = (
     ),
 )
 BATCH = 6
-"""Sequences, which up to three ranks share."""
+"""Sequences in a batch; one, two and three ranks divide it."""
 STEPS = 3
 
 
@@ -31,11 +31,11 @@ class Draw:
     seed: int
     world: int
     dtype: str
-    """float64: all but the master weights and the gradients' sums over ranks; float32: all."""
+    """With float64, master weights and the sums of gradients over ranks are still float32."""
     student: ModelDraw
     teachers: tuple[ModelDraw, ...]
     settings: dict[str, Any]
-    """Of the run, without models and data."""
+    """Settings of the run without models and data."""
 
     @property
     def on_policy(self) -> bool:
@@ -53,31 +53,28 @@ class Draw:
         )
 
 
-def draw(seed: int, **fixed: Any) -> Draw:
-    """fixed: what is given and not drawn: world, loss, aggregation."""
+def draw(seed: int) -> Draw:
     pick = random.Random(seed)
-    world = fixed.get("world") or pick.choice((1, 2, 2, 3, 3))
-    on_policy = fixed.get("on_policy", pick.random() < 0.4)
+    world = pick.choice((1, 2, 2, 3, 3))
+    on_policy = pick.random() < 0.4
     student = model(pick, pick.choice(TOKENIZERS), world)
     number = pick.choice((1, 2, 2, 3))
-    aggregation = fixed.get("aggregation") or pick.choice(
+    aggregation = pick.choice(
         ("static", "static", "bits_per_byte", "entropy", "max_probability", "sequence", "batch", "routed", "averaged")
     )
-    if aggregation not in ("static",):
+    if aggregation != "static":
         number = max(number, 2)
     teachers, entries = [], []
-    main = fixed.get("loss") or pick.choice(
-        [kind for kind in (*SAME, *CROSS, "grpo") if on_policy or kind not in ("sampled_kl", "grpo")]
-    )
+    main = pick.choice([kind for kind in (*SAME, *CROSS, "grpo") if on_policy or kind not in ("sampled_kl", "grpo")])
     weight = pick.choice((0.3, 1.0, 2.0))
     for i in range(number):
         only_same = aggregation == "averaged" or main in ("same_vocab", "tcad", "grpo")
         is_same = (only_same and pick.random() < 0.8) or aggregation == "averaged" or pick.random() < 0.35
         if i == 0 and main in CROSS and main != "sampled_kl":
             is_same = aggregation == "averaged"
-        others = [each for each in TOKENIZERS if each != student.tokenizer]
-        own = model(pick, student.tokenizer if is_same else pick.choice(others), world)
-        teachers.append(own)
+        other_tokenizers = [name for name in TOKENIZERS if name != student.tokenizer]
+        teacher = model(pick, student.tokenizer if is_same else pick.choice(other_tokenizers), world)
+        teachers.append(teacher)
         entry: dict[str, Any] = {
             "name": f"t{i}",
             "type": "same_tokenizer" if is_same else "cross_tokenizer",
@@ -85,15 +82,15 @@ def draw(seed: int, **fixed: Any) -> Draw:
             "parallelism": parallelism(pick, world),
             "weight": weight if aggregation in ("sequence", "batch", "routed") else pick.choice((0.3, 1.0, 2.0)),
         }
-        needs_own = not is_same and main in ("same_vocab", "tcad", "grpo")
-        if aggregation != "averaged" and (needs_own or pick.random() < 0.3):
+        needs_own_loss = not is_same and main in ("same_vocab", "tcad", "grpo")
+        if aggregation != "averaged" and (needs_own_loss or pick.random() < 0.3):
             kinds = SAME if is_same else CROSS
             entry["loss"] = term(pick, pick.choice(kinds if on_policy else [k for k in kinds if k != "sampled_kl"]))
         entries.append(entry)
     loss = grpo(pick) if main == "grpo" else term(pick, main)
     loss |= {"kd_weight": pick.choice((0.5, 1.0)), "ce_weight": pick.choice((0.0, 0.4, 1.0))}
-    own_layout = parallelism(pick, world)
-    is_shared = all(layout["tp"] == world for layout in (own_layout, *(entry["parallelism"] for entry in entries)))
+    student_layout = parallelism(pick, world)
+    is_shared = all(layout["tp"] == world for layout in (student_layout, *(entry["parallelism"] for entry in entries)))
     sizes = [size for size in (1, 2, 3, BATCH) if (BATCH if is_shared else BATCH // world) % size == 0]
     settings: dict[str, Any] = {
         "train": {
@@ -104,7 +101,7 @@ def draw(seed: int, **fixed: Any) -> Draw:
             "gradient_clip": pick.choice((None, 0.05, 1.0)),
         },
         "student": {
-            "parallelism": own_layout,
+            "parallelism": student_layout,
             "activation_checkpointing": pick.random() < 0.1,
             "optimizer": {
                 "lr": 1e-2,
@@ -123,9 +120,11 @@ def draw(seed: int, **fixed: Any) -> Draw:
         "aggregation": aggregated(pick, aggregation, number),
         "handoff": {"type": pick.choice(("hidden_states", "logits"))},
     }
-    if settings["train"]["micro_batch_size"] < BATCH or own_layout["tp"] < world:
-        for each in (loss, *(entry.get("loss", {}) for entry in entries)):
-            each.pop("vocab_topk", None)  # it is chosen in a microbatch of a rank, which the reference does not know
+    if settings["train"]["micro_batch_size"] < BATCH or student_layout["tp"] < world:
+        for term_settings in (loss, *(entry.get("loss", {}) for entry in entries)):
+            term_settings.pop(
+                "vocab_topk", None
+            )  # its columns depend on a rank's microbatch, which the reference does not know
     if on_policy:
         settings |= sampled(pick, main)
     later(random.Random(seed + 10**6), settings, on_policy)
@@ -133,7 +132,7 @@ def draw(seed: int, **fixed: Any) -> Draw:
         scaled(random.Random(seed + 3 * 10**6), loss)
     without_idle(settings, on_policy)
     student, *teachers = wider(random.Random(seed + 2 * 10**6), [student, *teachers])
-    dtype = fixed.get("dtype") or pick.choice(("float64", "float64", "float64", "float32"))
+    dtype = pick.choice(("float64", "float64", "float64", "float32"))
     return Draw(seed, world, dtype, student, tuple(teachers), settings)
 
 
@@ -157,47 +156,47 @@ def parallelism(pick: random.Random, world: int) -> dict[str, Any]:
 
 
 def term(pick: random.Random, kind: str) -> dict[str, Any]:
-    """A loss with its settings."""
+    """Return a loss with its settings."""
     if kind == "sampled_kl":
         update = pick.choice(("policy_gradient", "policy_gradient", "direct"))
         estimator = pick.choice(("k2", "k3") if update == "direct" else ("k1", "k1", "k2", "k3"))
         return {"type": kind, "update": update, "estimator": estimator, "dual_clip": pick.choice((None, 1.5))}
-    found: dict[str, Any] = {"type": kind, "temperature": pick.choice((1.0, 1.0, 0.7, 2.0))}
+    settings: dict[str, Any] = {"type": kind, "temperature": pick.choice((1.0, 1.0, 0.7, 2.0))}
     if kind in ("alm", "uld"):
-        return found
-    found |= divergence(pick)
+        return settings
+    settings |= divergence(pick)
     if kind == "same_vocab" and pick.random() < 0.6:
-        found |= {
+        settings |= {
             "support": pick.choice(("teacher_topk", "student_topk", "union")),
             "top_k": pick.choice((1, 8, 100, 1000)),
             "normalization": pick.choice(("full", "support", "rest", "rest")),
         }
-        if found["normalization"] == "support":
-            found["top_k"] = max(found["top_k"], 2)  # one column renormalised is refused
+        if settings["normalization"] == "support":
+            settings["top_k"] = max(settings["top_k"], 2)  # one renormalised column is refused
     if kind == "tcad":
-        found |= {
+        settings |= {
             "support_size": pick.choice((1, 8, 100, 1000)),
             "support": pick.choice(("interleaved", "union")),
             "coverage_coef": pick.choice((0.0, 0.5, 1.0)),
             "power_alpha": pick.choice((None, 1.0, 3.0)),
         }
-        if found["coverage_coef"] == 0:
-            found["support_size"] = max(found["support_size"], 2)
+        if settings["coverage_coef"] == 0:
+            settings["support_size"] = max(settings["support_size"], 2)
     if kind in CROSS:
-        found["continuation_weight"] = pick.choice((0.0, 0.0, 0.7))
+        settings["continuation_weight"] = pick.choice((0.0, 0.0, 0.7))
     if kind == "p_kl":
-        found |= {"merge": pick.choice((None, None, "mean")), "coverage_coef": pick.choice((None, 0.0, 0.5))}
-        found["vocab_topk"] = pick.choice((None, None, 16, 5000))
+        settings |= {"merge": pick.choice((None, None, "mean")), "coverage_coef": pick.choice((None, 0.0, 0.5))}
+        settings["vocab_topk"] = pick.choice((None, None, 16, 5000))
     if kind in ("gold", "h_kl"):
-        found |= {
+        settings |= {
             "merge": pick.choice((None, None, "mean", "observed")),
             "common_weight": pick.choice((None, 0.5)),
             "uncommon_weight": pick.choice((None, 0.0, 2.0)),
             "uncommon_topk": pick.choice((None, 5)),
         }
     if kind == "strict":
-        found |= {"top_k": pick.choice((None, 4, 1000)), "normalization": pick.choice(("support", "rest"))}
-    return found
+        settings |= {"top_k": pick.choice((None, 4, 1000)), "normalization": pick.choice(("support", "rest"))}
+    return settings
 
 
 def divergence(pick: random.Random) -> dict[str, Any]:
@@ -237,23 +236,23 @@ def sampled(pick: random.Random, main: str) -> dict[str, Any]:
 
 
 def later(pick: random.Random, settings: dict[str, Any], on_policy: bool) -> None:
-    """Settings that are drawn apart, so that seeds keep what they have."""
+    """Draw further settings. A separate generator keeps the draws above the same for each seed."""
     terms = [settings["loss"], *(entry["loss"] for entry in settings["teachers"] if "loss" in entry)]
-    for each in terms:
-        if each["type"] in ("sampled_kl", "grpo"):
+    for term_settings in terms:
+        if term_settings["type"] in ("sampled_kl", "grpo"):
             cap = pick.choice((None, 0.7, 2.0))
-            level = "sequence" if cap and each.get("update") != "direct" and pick.random() < 0.5 else "token"
+            level = "sequence" if cap and term_settings.get("update") != "direct" and pick.random() < 0.5 else "token"
             veto = pick.choice((None, None, 1e-3, 0.2))
-            each |= {"importance_cap": cap, "importance_level": level, "importance_veto": veto}
+            term_settings |= {"importance_cap": cap, "importance_level": level, "importance_veto": veto}
     if settings["loss"]["ce_weight"] and settings["loss"]["type"] != "grpo":
         scaled(pick, settings["loss"])
     if settings["aggregation"]["type"] in ("select_teacher", "routed"):
         for entry in settings["teachers"]:
             if entry["type"] == "same_tokenizer" and pick.random() < 0.4:
                 entry["loss"] = term(pick, "tcad")
-    for each in terms:
-        if each["type"] in ("sampled_kl", *CROSS) and pick.random() < 0.4:
-            each["normalizer"] = "units"
+    for term_settings in terms:
+        if term_settings["type"] in ("sampled_kl", *CROSS) and pick.random() < 0.4:
+            term_settings["normalizer"] = "units"
 
 
 def scaled(pick: random.Random, loss: dict[str, Any]) -> None:
@@ -263,30 +262,30 @@ def scaled(pick: random.Random, loss: dict[str, Any]) -> None:
 
 
 def wider(pick: random.Random, models: list[ModelDraw]) -> list[ModelDraw]:
-    """Some have one id more than others of the same tokenizer."""
-    return [replace(own, tokenizer=own.tokenizer + MORE) if pick.random() < 0.15 else own for own in models]
+    """Return the models, some with one token more than the tokenizer has otherwise."""
+    return [replace(model, tokenizer=model.tokenizer + MORE) if pick.random() < 0.15 else model for model in models]
 
 
 def without_idle(settings: dict[str, Any], on_policy: bool) -> None:
-    """Leave out what has no effect or does not go together, which is refused."""
+    """Remove settings that have no effect or do not go together, which validation refuses."""
     loss, entries, scheduler = settings["loss"], settings["teachers"], settings["student"]["scheduler"]
     aggregation = settings["aggregation"]
     is_scored = aggregation["type"] == "select_teacher" or aggregation.get("weights", "static") != "static"
     is_weighed = (settings.get("reward") or {}).get("weighting_beta") is not None
     if scheduler["type"] != "cosine":
         scheduler.pop("min_lr_ratio")
-    for each in (loss, *(entry["loss"] for entry in entries if "loss" in entry)):
+    for term_settings in (loss, *(entry["loss"] for entry in entries if "loss" in entry)):
         idle = {
-            "beta": each.get("divergence") != "jsd",
-            "mixed_weight": each.get("divergence") != "mixed",
-            "uncommon_topk": each.get("uncommon_weight") == 0,
-            "dual_clip": each.get("update") == "direct",
+            "beta": term_settings.get("divergence") != "jsd",
+            "mixed_weight": term_settings.get("divergence") != "mixed",
+            "uncommon_topk": term_settings.get("uncommon_weight") == 0,
+            "dual_clip": term_settings.get("update") == "direct",
             "power_alpha": not on_policy,
         }
         for key in (key for key, is_idle in idle.items() if is_idle):
-            each.pop(key, None)
-        if each["type"] == "tcad" and on_policy and (is_scored or is_weighed):
-            each["power_alpha"] = None
+            term_settings.pop(key, None)
+        if term_settings["type"] == "tcad" and on_policy and (is_scored or is_weighed):
+            term_settings["power_alpha"] = None
     followers = {entry["type"] for entry in entries if "loss" not in entry}
     if loss["type"] in CROSS[:-1] and followers == {"same_tokenizer"}:
         for key in ("continuation_weight", "merge", "coverage_coef", "vocab_topk", "common_weight", "uncommon_weight",
@@ -295,11 +294,11 @@ def without_idle(settings: dict[str, Any], on_policy: bool) -> None:
 
 
 def with_models(drawn: Draw, folder: Path) -> dict[str, Any]:
-    """The settings with the models that they name, written to `folder`."""
+    """Write the models to `folder` and return the settings with their paths."""
 
-    def of(own: ModelDraw) -> dict[str, Any]:
-        return {"model": str(own.save(folder)), "tokenizer": str(save_tokenizer(own.tokenizer, folder))}
+    def paths(model: ModelDraw) -> dict[str, Any]:
+        return {"model": str(model.save(folder)), "tokenizer": str(save_tokenizer(model.tokenizer, folder))}
 
     settings = drawn.settings
-    teachers = [entry | of(own) for entry, own in zip(settings["teachers"], drawn.teachers, strict=True)]
-    return settings | {"student": settings["student"] | of(drawn.student), "teachers": teachers}
+    teachers = [entry | paths(teacher) for entry, teacher in zip(settings["teachers"], drawn.teachers, strict=True)]
+    return settings | {"student": settings["student"] | paths(drawn.student), "teachers": teachers}

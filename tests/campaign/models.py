@@ -1,7 +1,7 @@
 """Tiny models of many families with random weights, and tokenizers of both kinds, written once to a folder."""
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import (
 from tests import tokenizers_fixture
 
 HIDDEN, HEADS, INTERMEDIATE = 24, 6, 36
-"""Two and three ranks divide the heads and the intermediate size."""
+"""Two and three ranks divide the number of heads and the intermediate size."""
 HEAD_DIM = {"head_dim": 8}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
@@ -39,14 +39,12 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "olmo2": (Olmo2Config, {}),
 }
 SOFT_CAPPED = ("gemma2", "gemma3")
-
-
 MORE = "_and_one"
 
 
 @cache
 def tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """bytes_*: byte-level BPEs that split differently; pieces_*: BPEs with byte fallback; MORE: one id more."""
+    """Train a tokenizer: bytes_* are byte-level BPEs, pieces_* are BPEs with byte fallback, MORE adds a token."""
     if name.endswith(MORE):
         wider = deepcopy(tokenizer(name.removesuffix(MORE)))
         wider.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
@@ -64,40 +62,28 @@ TOKENIZERS = ("bytes_400", "bytes_340", "pieces_480", "pieces_440")
 
 @dataclass(frozen=True)
 class ModelDraw:
-    """One model."""
-
     family: str
     tokenizer: str
     seed: int
     kv_heads: int
     extra_rows: int
-    """Of the head and the embeddings beyond the tokenizer."""
+    """Rows of the head and the embeddings beyond the tokenizer's size."""
     tied: bool
     soft_cap: float | None
     std: float
-    """Of all weights."""
+    """Standard deviation of all weights."""
 
     def save(self, folder: Path) -> Path:
-        """The model's folder, in `folder`; written where it is not there yet."""
-        names = (
-            self.family,
-            self.tokenizer,
-            self.seed,
-            self.kv_heads,
-            self.extra_rows,
-            self.tied,
-            self.soft_cap,
-            self.std,
-        )
-        path = folder / "_".join(map(str, names))
+        """Return the model's folder, in `folder`; write it unless it exists."""
+        path = folder / "_".join(str(value) for value in astuple(self))
         if path.exists():
             return path
-        own = tokenizer(self.tokenizer)
+        saved_tokenizer = tokenizer(self.tokenizer)
         kind, more = FAMILIES[self.family]
         config = kind(
             **more,
             **({"final_logit_softcapping": self.soft_cap} if self.family in SOFT_CAPPED else {}),
-            vocab_size=len(own) + self.extra_rows,
+            vocab_size=len(saved_tokenizer) + self.extra_rows,
             hidden_size=HIDDEN,
             intermediate_size=INTERMEDIATE,
             num_hidden_layers=2,
@@ -106,7 +92,7 @@ class ModelDraw:
             max_position_embeddings=128,
             pad_token_id=None,
             bos_token_id=None,
-            eos_token_id=own.eos_token_id,
+            eos_token_id=saved_tokenizer.eos_token_id,
             tie_word_embeddings=self.tied,
         )
         model = AutoModelForCausalLM.from_config(deepcopy(config))
@@ -118,7 +104,7 @@ class ModelDraw:
 
 
 def save_tokenizer(name: str, folder: Path) -> Path:
-    """Apart from models: transformers takes a model's family for the kind of a tokenizer beside it."""
+    """Return the tokenizer's folder. It is not the model's, or transformers would derive its class from the model."""
     path = folder / name
     if not path.exists():
         tokenizer(name).save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Many cases in one world of ranks, which takes seconds to start."""
+"""Runs of many cases in one world of ranks, which takes seconds to start."""
 
 import traceback
 from pathlib import Path
@@ -9,13 +9,13 @@ from tests.workers.local import Trained, Training, in_world, train
 
 
 def run(cases: list[Case], num_ranks: int, folder: Path) -> list[Trained | str]:
-    """What each trains, or the error it ends with. A case that ends its world is found by a world for each."""
+    """Return each case's result or traceback. If a case ends the world, each gets a world of its own."""
     try:
         return in_world(num_ranks, attempt, [case.training for case in cases], folder)
     except Exception:
         if len(cases) == 1:
             return [traceback.format_exc()]
-    return [made for i, case in enumerate(cases) for made in run([case], num_ranks, folder / str(i))]
+    return [trained for i, case in enumerate(cases) for trained in run([case], num_ranks, folder / str(i))]
 
 
 def attempt(job: Training) -> Trained | str:

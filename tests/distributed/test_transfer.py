@@ -43,7 +43,7 @@ def test_only_tensors_that_were_sent_have_a_host_copy() -> None:
 
 
 def test_a_plan_of_known_values_is_made_on_the_host() -> None:
-    """Bug: a plan waits for the device, though its inputs have host copies. On meta tensors that fails."""
+    """Bug: a plan reads values from the device although its inputs have host copies; meta tensors have none."""
     ids, mask = to_device_batched([torch.arange(4), torch.tensor([True, False, True, True])], "meta")
     (selected,) = compute_on_host(lambda ids, mask: [ids[mask.nonzero().squeeze(1)]], ids, mask)
     assert selected.device.type == "meta"

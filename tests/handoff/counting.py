@@ -1,4 +1,4 @@
-"""A transport within one process that counts as CUDA IPC does: every export is taken by one receiver, once."""
+"""A transport within one process that counts references as CUDA IPC does: a receiver takes its export exactly once."""
 
 from itertools import count
 
@@ -10,12 +10,12 @@ from nemo_opd.handoff.buffer import Handle, Receiver, Sender
 
 TOKENS = count()
 EXPORTED: dict[int, Tensor] = {}
-"""Tokens that no receiver has taken yet."""
+"""Buffers of exports that no receiver has taken yet, keyed by token."""
 
 
 class CountingSender(Sender):
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
-        # What nobody writes must not be taken for zeros.
+        # A test that reads what was never written must fail, so the buffer is not zeros.
         buffer = torch.full((num_bytes,), 255, dtype=torch.uint8)
         tokens = [next(TOKENS) for _ in self.receivers]
         EXPORTED.update(dict.fromkeys(tokens, buffer))
@@ -33,7 +33,7 @@ class CountingReceiver(Receiver):
         token = handle.token(self.number)
         assert isinstance(token, int)
         if token not in EXPORTED:
-            raise HandoffError(f"token {token} was taken before")
+            raise HandoffError(f"token {token} was already taken")
         return EXPORTED.pop(token)
 
     def _is_near(self, handle: Handle) -> bool:

@@ -1,4 +1,4 @@
-"""Processes that own a buffer, as a teacher's worker does, or read one; they are told what to do through a pipe."""
+"""Processes that own a buffer, as a teacher's worker does, or read one, by commands from a pipe."""
 
 from multiprocessing.connection import Connection
 
@@ -11,8 +11,8 @@ def content(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def own(transport: str, pipe: Connection) -> None:
-    """("export_to", receivers) starts anew, ("write", shape, seed) gives a handle."""
+def run_owner(transport: str, pipe: Connection) -> None:
+    """Serve commands: ("export_to", receivers) makes a new sender, ("write", shape, seed) returns a handle."""
     sender_type, _ = TRANSPORTS[transport]
     sender = sender_type()
     while (command := pipe.recv()) != "stop":
@@ -33,8 +33,8 @@ def own(transport: str, pipe: Connection) -> None:
     sender.close()
 
 
-def read(transport: str, pipe: Connection, number: int) -> None:
-    """A handle gives what it leads to."""
+def run_reader(transport: str, pipe: Connection, number: int) -> None:
+    """Return the tensor of each handle that the pipe brings."""
     _, receiver_type = TRANSPORTS[transport]
     with receiver_type(number) as receiver:
         while (command := pipe.recv()) != "stop":

@@ -1,4 +1,4 @@
-"""A plan checked cell by cell, against buffers that hold the name of every cell: no ranges, no intersections."""
+"""A check of plans cell by cell, with buffers that hold the name of each cell: no ranges, no intersections."""
 
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -11,20 +11,20 @@ from nemo_opd.handoff.slices import BufferShard, BufferSlice, LayoutPair
 
 Cell = tuple[int, int]
 Buffer = dict[Cell, Cell]
-"""Row and column of the buffer → of the global batch."""
+"""Row and column in the global batch, keyed by row and column in the buffer."""
 
 
 @dataclass(frozen=True)
 class Case:
     sides: LayoutPair
     lengths: list[int]
-    """Of the sequences of the batch."""
+    """Lengths of the sequences of the batch."""
     columns: list[range]
-    """By tensor-parallel index."""
+    """Columns of each tensor-parallel index."""
 
     @property
     def num_columns(self) -> int:
-        return max(each.stop for each in self.columns)
+        return max(columns.stop for columns in self.columns)
 
     def shards(self) -> list[BufferShard]:
         teacher = self.sides.teacher
@@ -36,7 +36,7 @@ class Case:
         return shards
 
     def rows(self, part: int, parts: int) -> list[int]:
-        """Return the rows of a part's sequences, one for each token."""
+        """Return the rows of a part's sequences, one per token."""
         sequence_of_row = [sequence for sequence, length in enumerate(self.lengths) for _ in range(length)]
         size = len(self.lengths) // parts
         return [row for row, sequence in enumerate(sequence_of_row) if sequence // size == part]
@@ -51,7 +51,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, *, replicated: bool) -> Case:
-    """replicated: every tensor-parallel rank has all columns, as with hidden states."""
+    """Draw a case. replicated: every tensor-parallel rank has all columns, as for hidden states."""
     student, teacher = draw(layouts()), draw(layouts())
     places = st.builds(Place, st.integers(0, 1), st.integers(0, 2))
     sides = LayoutPair(
@@ -74,14 +74,14 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def check(case: Case, by_student: list[list[BufferSlice]]) -> None:
-    """Every cell that some teacher rank has is read once, from the right place, of the nearest that has it."""
+    """Assert that each cell is read once, from the right place, of the nearest teacher rank that has it."""
     sides = case.sides
     buffers = [case.buffer(rank) for rank in range(sides.teacher.size)]
     assert len(by_student) == sides.student.size
     for student_rank, pieces in enumerate(by_student):
-        own_rows = case.rows(sides.student.coordinates(student_rank)[0], sides.student.dp)
-        first = own_rows[0]
-        expected = {cell for buffer in buffers for cell in buffer.values() if cell[0] in own_rows}
+        student_rows = case.rows(sides.student.coordinates(student_rank)[0], sides.student.dp)
+        first = student_rows[0]
+        expected = {cell for buffer in buffers for cell in buffer.values() if cell[0] in student_rows}
         read: list[Cell] = []
         for piece in pieces:
             source = product(piece.buffer_rows, range(len(piece.columns)))
@@ -97,8 +97,10 @@ def check(case: Case, by_student: list[list[BufferSlice]]) -> None:
 
 
 def nearest(sides: LayoutPair, student_rank: int, holders: list[int]) -> list[int]:
-    """The lowest rank of the nearest; any where all are on other nodes."""
-    by_distance = {each: [rank for rank in holders if distance(sides, student_rank, rank) == each] for each in range(3)}
+    """Return the lowest rank among the nearest, or all if they are on other nodes."""
+    by_distance = {
+        steps: [rank for rank in holders if distance(sides, student_rank, rank) == steps] for steps in range(3)
+    }
     return by_distance[0][:1] or by_distance[1][:1] or by_distance[2]
 
 

@@ -1,4 +1,4 @@
-"""A teacher's output, the writers of its ranks, and what a student's ranks read of it."""
+"""A teacher's output, the writers of its ranks, and reads of a student's ranks."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -35,7 +35,7 @@ LAYOUTS = [
 
 @dataclass(frozen=True)
 class Output:
-    """A teacher's whole output, of which its ranks have parts: a row for each token."""
+    """A teacher's full output, with a row per token. Its ranks have parts of it."""
 
     hidden: Tensor
     head: Head
@@ -43,7 +43,7 @@ class Output:
 
     @property
     def logits(self) -> Tensor:
-        """In plain PyTorch."""
+        """Logits in plain PyTorch."""
         linear = F.linear(self.hidden, self.head.weight, self.head.bias) * self.head.scale
         assert self.head.soft_cap is not None
         return self.head.soft_cap * torch.tanh(linear / self.head.soft_cap)
@@ -84,26 +84,26 @@ class Ranks:
             return LogitsWriter(CountingSender, VOCAB, torch.float64, **more)
         return HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float64, **more)
 
-    def write(self, whole: Output, micro_batch_size: int = 2, slot: int = 0) -> list[OutputHandle]:
-        """What each rank has of it, as a forward pass over microbatches gives it."""
+    def write(self, output: Output, micro_batch_size: int = 2, slot: int = 0) -> list[OutputHandle]:
+        """Write each rank's part in microbatches, as a forward pass does."""
         teacher = self.sides.teacher
-        size = len(whole.lengths) // teacher.dp
+        size = len(output.lengths) // teacher.dp
         for rank, writer in enumerate(self.writers):
             d, _, _ = teacher.coordinates(rank)
-            own = range(d * size, (d + 1) * size)
-            first = tokens_of(whole.lengths, own).start
-            writer.begin(sum(whole.lengths[d * size : (d + 1) * size]), slot)
-            for start in own[::micro_batch_size]:
-                rows = tokens_of(whole.lengths, range(start, min(start + micro_batch_size, own.stop)))
-                writer.write(rows.start - first, self._made(whole, rows, head_columns(teacher, rank)))
+            sequences = range(d * size, (d + 1) * size)
+            first = tokens_of(output.lengths, sequences).start
+            writer.begin(sum(output.lengths[d * size : (d + 1) * size]), slot)
+            for start in sequences[::micro_batch_size]:
+                rows = tokens_of(output.lengths, range(start, min(start + micro_batch_size, sequences.stop)))
+                writer.write(rows.start - first, self._part(output, rows, head_columns(teacher, rank)))
         return [writer.handle() for writer in self.writers]
 
-    def _made(self, whole: Output, rows: slice, columns: range) -> TensorLogits | HeadLogits:
+    def _part(self, output: Output, rows: slice, columns: range) -> TensorLogits | HeadLogits:
         cut = slice(columns.start, columns.stop)
         if self.kind == "logits":
-            return TensorLogits(whole.logits[None, rows, cut])
-        head = whole.head
-        return HeadLogits(whole.hidden[None, rows], Head(head.weight[cut], head.bias[cut], head.scale, head.soft_cap))
+            return TensorLogits(output.logits[None, rows, cut])
+        head = output.head
+        return HeadLogits(output.hidden[None, rows], Head(head.weight[cut], head.bias[cut], head.scale, head.soft_cap))
 
     def close(self) -> None:
         for writer in self.writers:
@@ -111,10 +111,10 @@ class Ranks:
 
 
 def head_columns(teacher: Layout, rank: int) -> range:
-    """The columns of a rank's shard of the padded head, as torch cuts it."""
+    """Return the columns of a rank's shard of the padded head, as torch cuts it."""
     chunks = torch.arange(PADDED_VOCAB).chunk(teacher.tp)
-    own = chunks[teacher.coordinates(rank)[2]].tolist()
-    return range(own[0], own[-1] + 1)
+    columns = chunks[teacher.coordinates(rank)[2]].tolist()
+    return range(columns[0], columns[-1] + 1)
 
 
 def receivers(stack: ExitStack, number: int) -> list[CountingReceiver]:
@@ -127,14 +127,14 @@ def tokens_of(lengths: Sequence[int], sequences: range) -> slice:
 
 
 def own_tokens(sides: LayoutPair, student_rank: int, lengths: tuple[int, ...] = LENGTHS) -> slice:
-    """Return the rows of the whole output that are in a student rank's window."""
+    """Return the rows of the full output that are in a student rank's window."""
     size = len(lengths) // sides.student.dp
     d, _, _ = sides.student.coordinates(student_rank)
     return tokens_of(lengths, range(d * size, (d + 1) * size))
 
 
 def read(window: Window, receiver: Receiver, sequences: slice = slice(None)) -> Tensor:
-    """Return the logits [n, VOCAB] of the tokens of some of its sequences."""
+    """Return the logits [n, VOCAB] of the tokens of some of the window's sequences."""
     rows = window.rows(receiver, sequences, LENGTH)
     return rows.read(packing_of(*lengths_of(window)[sequences], width=LENGTH).tokens, VOCAB)
 

@@ -1,4 +1,4 @@
-"""What is sent between nodes: whatever the layouts and places, ranks read the whole, and a head goes over once."""
+"""Messages between nodes: for all layouts and places, ranks read all their rows, and a head is sent once."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -44,7 +44,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def carry(exchange: Exchange, ranks: Ranks, reading: Sequence[Receiver]) -> int:
-    """Transfer messages as a link does, in the same order on both sides of a pair of ranks, and count their bytes."""
+    """Transfer messages as a link does, in the same order on both sides of a pair of ranks, and return their bytes."""
     num_bytes = 0
     for teacher_rank, (messages, writer) in enumerate(zip(exchange.sends, ranks.writers, strict=True)):
         senders = {sender.identity: sender for sender in writer.senders}
@@ -54,8 +54,8 @@ def carry(exchange: Exchange, ranks: Ranks, reading: Sequence[Receiver]) -> int:
                 for handle in exchange.receives[student_rank]
                 if isinstance(message := handle.token(student_rank), Message) and message.teacher_rank == teacher_rank
             ]
-            own = [each for each in messages if each.student_rank == student_rank]
-            for target, message in zip(targets, own, strict=True):
+            to_student = [message for message in messages if message.student_rank == student_rank]
+            for target, message in zip(targets, to_student, strict=True):
                 payload = message.payload(senders[message.sender].last)
                 assert payload.is_contiguous()
                 num_bytes += payload.nbytes
@@ -65,11 +65,10 @@ def carry(exchange: Exchange, ranks: Ranks, reading: Sequence[Receiver]) -> int:
 
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize(("student", "teacher"), LAYOUTS, ids=str)
-def test_every_rank_reads_its_rows_of_the_whole(
-    student: Layout, teacher: Layout, places: str, stack: ExitStack
-) -> None:
-    """Over two batches, the first of full and the second of more sequences; every export is taken, and none is made for
-    who cannot map it.
+def test_every_rank_reads_its_rows(student: Layout, teacher: Layout, places: str, stack: ExitStack) -> None:
+    """Two batches, the first of full length and the second of more sequences.
+
+    Bugs: rows of another rank; a head that is sent again; exports that are not taken, or for ranks that cannot map.
     """
     sides = LayoutPair(student, teacher, *PLACES[places](student.size, teacher.size))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
@@ -77,16 +76,16 @@ def test_every_rank_reads_its_rows_of_the_whole(
     planned = sum(planned_traffic(sides, PAYLOAD), Traffic())
     full = (LENGTH,) * len(LENGTHS)
     for lengths in (full, LENGTHS * 2):
-        whole = replace(output(len(lengths), lengths), head=output().head)
-        found = windows(ranks.write(whole), sides, lengths)
-        num_bytes = carry(planner.plan(found), ranks, reading)
+        written = replace(output(len(lengths), lengths), head=output().head)
+        read_windows = windows(ranks.write(written), sides, lengths)
+        num_bytes = carry(planner.plan(read_windows), ranks, reading)
         if lengths == full:
             assert num_bytes == planned.output + planned.head + planned.head // HIDDEN
         else:
             assert num_bytes < 2 * planned.output or num_bytes == planned.output == 0
-        for rank, window in enumerate(found):
+        for rank, window in enumerate(read_windows):
             got = read(window, reading[rank])
-            expected = whole.logits[own_tokens(sides, rank, lengths), :VOCAB]
+            expected = written.logits[own_tokens(sides, rank, lengths), :VOCAB]
             torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
         assert not EXPORTED
 
@@ -100,36 +99,38 @@ def test_nothing_is_sent_on_a_node(stack: ExitStack) -> None:
 
 
 def test_replicas_on_other_nodes_take_turns() -> None:
-    """Bug: all ranks of the student read from one, whose network is then what a step waits for."""
+    """Bug: all ranks of the student read from one teacher rank, whose network then limits the step."""
     sides = LayoutPair(Layout(4), Layout(1, 1, 4), filled(4, 4), filled(4, 4, first=4))
     ranks = Ranks.start("hidden_states", sides)
     exchange = ExchangePlanner(4).plan(windows(ranks.write(output()), sides, LENGTHS))
 
     buffers = {writer.senders[0].identity for writer in ranks.writers}
-    outputs = [[each.student_rank for each in own if each.sender in buffers] for own in exchange.sends]
+    outputs = [
+        [message.student_rank for message in messages if message.sender in buffers] for messages in exchange.sends
+    ]
     assert outputs == [[0], [1], [2], [3]]
     assert {traffic.output for traffic in planned_traffic(sides, PAYLOAD)} == {3 * LENGTH * HIDDEN * 8}
     ranks.close()
 
 
 def test_a_slot_has_its_own_receive_buffer(stack: ExitStack) -> None:
-    """A batch that is sent ahead must not take the place of the one that is being read."""
+    """Bug: a batch that is sent ahead overwrites the batch that is being read."""
     sides = LayoutPair(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides, num_slots=2)))
     (receiver,), planner = receivers(stack, 1), ExchangePlanner(1)
     first, second = output(0), replace(output(1), head=output().head)
-    found = []
-    for slot, whole in enumerate((first, second)):
-        found.append(windows(ranks.write(whole, slot=slot), sides, LENGTHS))
-        carry(planner.plan(found[-1]), ranks, [receiver])
+    slot_windows = []
+    for slot, written in enumerate((first, second)):
+        slot_windows.append(windows(ranks.write(written, slot=slot), sides, LENGTHS))
+        carry(planner.plan(slot_windows[-1]), ranks, [receiver])
 
-    for (window,), whole in zip(found, (first, second), strict=True):
+    for (window,), written in zip(slot_windows, (first, second), strict=True):
         got = read(window, receiver)
-        torch.testing.assert_close(got, whole.logits[:, :VOCAB], rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(got, written.logits[:, :VOCAB], rtol=1e-13, atol=1e-13)
 
 
 def test_receive_buffers_persist_and_grow(stack: ExitStack) -> None:
-    """Catches an allocation a step."""
+    """Bug: an allocation in each step."""
     sides = LayoutPair(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     (receiver,) = receivers(stack, 1)

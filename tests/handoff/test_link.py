@@ -1,4 +1,4 @@
-"""Links between real processes: a student's rank and a teacher's of two, each in a default world of its own."""
+"""Links between processes: one student rank and two teacher ranks, each in a default world of its own."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ LINK_S, DONE_S = 30.0, 20.0
 
 
 def begin(device: str, gpu: int) -> None:
-    """Join a world of one rank, as each of a run's groups has one of its own."""
+    """Join a world of one rank; in a run, each group has its own world."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(gpu)
@@ -36,7 +36,7 @@ def begin(device: str, gpu: int) -> None:
 
 
 def teach(rank: int, rendezvous: Rendezvous, device: str, transport: str, pipe: Connection) -> None:
-    """Write and send by commands, until "stop"."""
+    """Write and send on command, until "stop"."""
     begin(device, 1 + rank)
     link = Link(rendezvous, device, teacher=rank)
     with TRANSPORTS[transport][0](()) as sender:
@@ -65,7 +65,7 @@ class Teacher:
         return handle
 
     def send(self, handle: Handle, rows: range) -> Handle:
-        """Return the handle to what is now sent."""
+        """Send rows and return the handle to them."""
         message = Message(handle.sender, self.rank, 0, rows)
         self.pipe.send(message)
         return handle.sent_as(message)
@@ -88,7 +88,7 @@ ON_GPUS = [
     ids=lambda param: param[1],
 )
 def both(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    """In this process the student's only rank, which has a world of its own as well; the last test kills a teacher."""
+    """The student's only rank, in this process, and the teachers. The last test kills a teacher."""
     device, transport = request.param
     num_teachers = 2 if device == "cpu" else 1
     store = serve_store("127.0.0.1", LINK_S)
@@ -110,7 +110,7 @@ def both(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 
 def test_the_student_reads_what_teachers_wrote(both: Ends) -> None:
-    """Whole buffers and rows of them, of both ranks at once; again, of the same memory, and of larger buffers."""
+    """Full buffers and parts of them, from both ranks at once; then again from the same memory, and larger buffers."""
     links, receiver, teachers = both
     for step, (num_rows, rows) in enumerate([(4, range(4)), (4, range(1, 3)), (40, range(40)), (40, range(7, 31))]):
         shape = (num_rows, 3, 5)
@@ -134,7 +134,7 @@ def test_a_tensor_without_elements_need_not_be_sent(both: Ends) -> None:
 
 
 class Coalescing:
-    """A backend such as NCCL's, which notes what it is given."""
+    """A backend such as NCCL's, which records its calls."""
 
     supports_coalescing = True
 
@@ -157,7 +157,7 @@ class Coalescing:
 
 
 def test_nccl_gets_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: each pair of ranks makes a communicator, for which both must wait in the middle of a step."""
+    """Bug: each pair of ranks makes a communicator and waits for it in the middle of a step."""
     backend = Coalescing()
     monkeypatch.setattr(link_module, "connect_store", lambda *_: dist.HashStore())
     monkeypatch.setattr(link_module, "_new_backend", lambda *_: backend)
@@ -173,7 +173,7 @@ def test_nccl_gets_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("both", [("cpu", "shared_memory")], indirect=True)
 def test_a_dead_teacher_is_noticed_at_once(both: Ends) -> None:
-    """As a peer's failure, so that the driver looks for its cause; the last test. NCCL waits for the limit."""
+    """Bug: a step hangs, or reports its own failure instead of a peer's. With NCCL the step waits for the timeout."""
     links, _, (teacher, *_) = both
     handle = teacher.write((4, 3, 5), seed=1)
     lost = handle.sent_as(Message(handle.sender, teacher.rank, 0, range(1, 3)))

@@ -1,4 +1,4 @@
-"""Shared memory that is registered with CUDA; a fake notes what CUDA is told."""
+"""Shared memory that is registered with CUDA, which is a fake."""
 
 import gc
 import logging
@@ -12,7 +12,7 @@ from nemo_opd.handoff.shared_memory import PinnedMemoryReceiver, PinnedMemorySen
 
 
 class Cudart:
-    """CUDA's registry of pages; status: of each registration, 0 for success."""
+    """CUDA's registry of pages. status: result of each registration, 0 for success."""
 
     def __init__(self, status: int = 0) -> None:
         self.status = status
@@ -47,7 +47,7 @@ def cudart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def test_both_sides_register_their_mapping_and_take_it_back(cudart: Cudart, caplog: pytest.LogCaptureFixture) -> None:
-    """Bugs: pages that stay locked after the buffer has grown; no handoff where pages cannot be locked."""
+    """Bugs: pages stay locked after the buffer has grown; no handoff if pages cannot be locked."""
     with caplog.at_level(logging.WARNING), PinnedMemorySender() as sender, PinnedMemoryReceiver() as receiver:
         for size in (1_000, 5_000):
             sender.tensor((size,), torch.int64).copy_(torch.arange(size))

@@ -1,4 +1,4 @@
-"""Which rows of which buffers a student rank reads."""
+"""Plans of a student rank's reads: the rows and columns of teacher buffers."""
 
 import pickle
 import sys
@@ -41,7 +41,7 @@ def test_hidden_states_are_read_from_the_nearest_rank_that_has_them(case: Case) 
 @given(case=cases(replicated=False))
 @settings(max_examples=40)
 def test_a_head_is_one_row_that_every_data_and_context_parallel_rank_has(case: Case) -> None:
-    """Its shards are read in the order of columns, each whole from the nearest rank that has it."""
+    """Shards are read in the order of columns, each from the nearest rank that has it."""
     sides = case.sides
     for student_rank, pieces in enumerate(head_pieces(sides, case.columns)):
         assert [column for piece in pieces for column in piece.columns] == list(range(case.num_columns))
@@ -57,8 +57,8 @@ def test_a_head_is_one_row_that_every_data_and_context_parallel_rank_has(case: C
 
 
 @pytest.mark.parametrize("layout", [Layout(4), Layout(2, 1, 2), Layout(1, 1, 4)])
-def test_equal_layouts_read_their_own_device_and_nothing_is_put_together(layout: Layout) -> None:
-    """One piece, as large as the window, is a view: zero copies."""
+def test_equal_layouts_read_one_piece_from_their_own_device(layout: Layout) -> None:
+    """Bug: a window of several pieces, which must be copied; one piece is a view."""
     sides = colocated(layout, layout, ranks_per_node=2)
 
     by_student = output_pieces(sides, output_shards(layout, [1] * 8, [range(5)] * layout.tp), [1] * 8)
@@ -67,8 +67,8 @@ def test_equal_layouts_read_their_own_device_and_nothing_is_put_together(layout:
     assert by_student == [[BufferSlice(rank, own_rows, own_rows, range(5))] for rank in range(layout.size)]
 
 
-def test_a_head_s_shards_are_taken_from_the_own_device_then_the_own_node() -> None:
-    """Catches reading the head of rank 0 from everywhere, which crosses nodes and loads one link with all of it."""
+def test_shards_of_a_head_are_read_from_the_own_device_then_the_own_node() -> None:
+    """Bug: all ranks read the head of rank 0, which crosses nodes and loads one link."""
     layout = Layout(2, 1, 2)
     by_student = head_pieces(colocated(layout, layout, ranks_per_node=2), vocabulary_columns(5, 2))
 
@@ -109,7 +109,7 @@ def test_a_plan_is_small_to_send() -> None:
 
 @pytest.mark.parametrize("layout", [lambda n: Layout(n), lambda n: Layout(n // 8, 1, 8)], ids=["dp", "tp 8"])
 def test_twice_the_ranks_are_twice_the_work(layout: Callable[[int], Layout]) -> None:
-    """Bug: each rank of the student looks through all ranks of the teacher, in every step."""
+    """Bug: each rank of the student goes through all ranks of the teacher in every step."""
 
     def plan(num_ranks: int) -> None:
         sides = colocated(Layout(num_ranks), layout(num_ranks), ranks_per_node=8)
@@ -122,7 +122,7 @@ def test_twice_the_ranks_are_twice_the_work(layout: Callable[[int], Layout]) -> 
 
 
 def lines_of(function: Callable[[int], None], argument: int) -> int:
-    """Count the lines that are executed; one of a comprehension counts once an item."""
+    """Count the executed lines; a comprehension counts once per item."""
     count = 0
 
     def note(_: object, event: str, __: object) -> Any:
@@ -130,19 +130,19 @@ def lines_of(function: Callable[[int], None], argument: int) -> int:
         count += event == "line"
         return note
 
-    before = sys.gettrace()
+    trace = sys.gettrace()
     sys.settrace(note)
     try:
         function(argument)
     finally:
-        sys.settrace(before)
+        sys.settrace(trace)
     return count
 
 
 @given(vocab_size=st.integers(1, 40), tp=st.integers(1, 9))
-def test_columns_are_chunks_as_of_dtensor(vocab_size: int, tp: int) -> None:
+def test_columns_are_cut_as_dtensor_does(vocab_size: int, tp: int) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(vocab_size).chunk(tp)]
 
-    columns = [list(each) for each in vocabulary_columns(vocab_size, tp)]
+    columns = [list(shard) for shard in vocabulary_columns(vocab_size, tp)]
 
     assert columns == [*chunks, *[[]] * (tp - len(chunks))]

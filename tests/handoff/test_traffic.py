@@ -1,4 +1,4 @@
-"""What crosses nodes, known before anything loads: hidden states are sent, logits are refused."""
+"""Traffic between nodes, computed before models load: hidden states are sent, logits are refused."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ NODE = 8
         (Layout(16), Layout(16)),
         (Layout(16), Layout(2, 1, 8)),
         (Layout(4, 1, 4), Layout(8, 2, 1)),
-        (Layout(16), Layout(1, 4, 4)),  # each context-parallel rank has all positions
+        (Layout(16), Layout(1, 4, 4)),  # every context-parallel rank has all positions
     ],
     ids=str,
 )
@@ -47,7 +47,7 @@ def test_a_window_over_two_nodes_is_refused() -> None:
 
 @pytest.mark.parametrize(("cp", "tp"), [(cp, tp) for cp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if cp * tp <= NODE])
 def test_the_layouts_that_the_refusal_recommends_pass(cp: int, tp: int) -> None:
-    """On the same devices, with the same tp and cp, whose product divides the ranks of a node."""
+    """Bug: a remedy that is refused as well."""
     sides = LayoutPair(Layout(16), Layout(16), filled(16, NODE), filled(16, NODE, first=16))
     with pytest.raises(ConfigError, match=r"or cluster\.placement=colocated with the same parallelism\.tp and "):
         check_stays_on_node("big", sides, LOGITS)
@@ -57,39 +57,39 @@ def test_the_layouts_that_the_refusal_recommends_pass(cp: int, tp: int) -> None:
 
 
 def test_the_bytes_are_those_of_rows_and_head() -> None:
-    """Student rank 0 has 64/16 texts; of a teacher with tp=16 it reads a sixteenth of the columns from each rank."""
+    """Student rank 0 has 64/16 texts. From each rank of a teacher with tp=16 it reads a sixteenth of the columns."""
     sides = colocated(Layout(16), Layout(1, 1, 16), NODE)
     with pytest.raises(ConfigError) as refused:
         check_stays_on_node("big", sides, LOGITS)
 
     logits = 64 / 16 * 4096 * 151_936 / 16 * 2 / 2**30
     assert f"student rank 0 on node 0 reads {logits:.2f} GiB of teacher rank 8 on node 1" in str(refused.value)
-    assert "and 125 more" in str(refused.value)  # 16 · 8 crossings, of which three are shown
-    # Hidden states are the same over tp, so they come from the own device, and half of the head from the other node.
+    assert "and 125 more" in str(refused.value)  # 16 · 8 crossings; three are shown
+    # Hidden states are equal over tp, so they come from the own device, but half of the head from the other node.
     assert set(planned_traffic(sides, PAYLOAD)) == {Traffic(0, 151_936 // 2 * 2560 * 2)}
 
 
 def test_hidden_states_that_cross_are_counted() -> None:
-    """Two nodes, and the teacher's rows are half of them on either; the head is on both."""
+    """Half of the teacher's rows are on each of two nodes; the head is on both."""
     sides = colocated(Layout(1, 1, 16), Layout(16), NODE)
 
     assert set(planned_traffic(sides, PAYLOAD)) == {Traffic(64 // 2 * 4096 * 2560 * 2, 0)}
 
 
 def test_readers_are_known_before_the_first_batch() -> None:
-    """Catches exports that nobody takes, which hold a GPU's memory after its owner has let go."""
+    """Bug: exports that no rank takes, which hold GPU memory after their owner has released it."""
     sides = colocated(Layout(4), Layout(2, 1, 2), ranks_per_node=4)
 
     readers = planned_readers(sides, PAYLOAD)
 
-    # Rows: teacher parts 0 and 1 are those of student ranks 0, 1 and 2, 3, and each tp rank serves its own device.
-    assert [each.output for each in readers] == [(0,), (1,), (2,), (3,)]
-    # The first shard is on ranks 0 and 2, the second on 1 and 3; who has neither on its device takes the lower rank.
-    assert [each.head for each in readers] == [(0, 1, 3), (0, 1, 2), (2,), (3,)]
+    # Student ranks 0 and 1 read the rows of teacher part 0, ranks 2 and 3 of part 1; a tp rank serves its own device.
+    assert [rank_readers.output for rank_readers in readers] == [(0,), (1,), (2,), (3,)]
+    # The first shard is on ranks 0 and 2, the second on 1 and 3; a rank without the shard reads from the lower one.
+    assert [rank_readers.head for rank_readers in readers] == [(0, 1, 3), (0, 1, 2), (2,), (3,)]
     assert planned_readers(sides, LOGITS)[0] == Readers((0, 1), ())
 
 
-def test_who_is_on_another_node_maps_nothing() -> None:
+def test_a_student_on_another_node_maps_no_buffer() -> None:
     sides = LayoutPair(Layout(2), Layout(1), filled(2, NODE), filled(1, NODE, first=NODE))
 
     assert planned_readers(sides, PAYLOAD) == (Readers((), (), sends_head=True),)

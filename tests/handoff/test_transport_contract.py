@@ -1,4 +1,4 @@
-"""What every transport must do, with sender and receiver in two processes."""
+"""The contract of all transports, with sender and receiver in two processes."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from nemo_opd.errors import HandoffError, SenderGoneError
 from nemo_opd.handoff.buffer import Handle, Receiver
 from nemo_opd.handoff.transport import TRANSPORTS
 from tests import processes
-from tests.handoff.owner import content, own, read
+from tests.handoff.owner import content, run_owner, run_reader
 from tests.segments import left_of, mapped_by
 
 pytestmark = pytest.mark.world
@@ -46,7 +46,7 @@ class Other:
 
 class Owner(Other):
     def __init__(self, transport: str) -> None:
-        super().__init__(own, transport)
+        super().__init__(run_owner, transport)
 
     def write(self, shape: tuple[int, ...], seed: int) -> Handle:
         handle = self.ask(("write", shape, seed))
@@ -55,10 +55,10 @@ class Owner(Other):
 
 
 class Reader(Other):
-    """A receiver in a process of its own, as the ranks of a student are."""
+    """A receiver in a process of its own, as a student's rank."""
 
     def __init__(self, transport: str, number: int) -> None:
-        super().__init__(read, transport, number)
+        super().__init__(run_reader, transport, number)
 
     def sees(self, handle: Handle, expected: torch.Tensor) -> bool:
         return bool((self.ask(handle) == expected.float().numpy()).all())
@@ -78,7 +78,7 @@ def process(transport: str) -> Iterator[Owner]:
 
 @pytest.fixture
 def owner(process: Owner) -> Owner:
-    """One process for all tests, with a new sender for each."""
+    """One process for all tests, with a new sender per test."""
     process.ask(("export_to", (0,)))
     return process
 
@@ -110,7 +110,7 @@ def test_the_receiver_reads_what_the_sender_wrote(owner: Owner, receiver: Receiv
 
 
 def test_a_buffer_persists_and_is_mapped_once(owner: Owner, receiver: Receiver) -> None:
-    """Catches a mapping (or an allocation) per step, which leaks address space and costs milliseconds."""
+    """Bug: a mapping or an allocation per step, which leaks address space and costs milliseconds."""
     first = owner.write((4, 8), seed=1)
     address = receiver.tensor(first).data_ptr()
     second = owner.write((2, 8), seed=2)
@@ -120,7 +120,7 @@ def test_a_buffer_persists_and_is_mapped_once(owner: Owner, receiver: Receiver) 
 
 
 def test_a_larger_tensor_is_a_new_allocation(owner: Owner, receiver: Receiver) -> None:
-    """Catches a receiver that goes on reading the buffer it mapped first."""
+    """Bug: a receiver goes on reading the buffer that it mapped first."""
     small = owner.write((2, 2), seed=1)
     receiver.tensor(small)
     large = owner.write((64, 1024), seed=2)
@@ -158,7 +158,7 @@ def test_the_handle_of_a_dead_sender_is_refused(mortal_owner: Owner, receiver: R
 def test_several_receivers_read_one_buffer_and_one_of_them_may_die(
     owner: Owner, receiver: Receiver, mortal_reader: Reader
 ) -> None:
-    """Catches one reference for all, which the first receiver that lets go gives back for the others too."""
+    """Bug: one reference for all receivers, which the first to close releases for all."""
     owner.ask(("export_to", (0, 3)))
     for shape, seed in (((2, 3), 1), ((2, 3), 2), ((64, 1024), 3)):
         handle = owner.write(shape, seed)
@@ -167,14 +167,14 @@ def test_several_receivers_read_one_buffer_and_one_of_them_may_die(
 
     mortal_reader.kill()
 
-    # Into the buffer that the dead one had mapped, and into a new one.
+    # The sender writes to the buffer that the dead receiver had mapped, then to a new one.
     for shape, seed in (((64, 1024), 4), ((128, 1024), 5)):
         handle = owner.write(shape, seed)
         assert torch.equal(receiver.tensor(handle.for_receiver(0)).cpu(), content(shape, seed))
     assert owner.ask("close") == "closed"
 
 
-def test_a_receiver_that_the_sender_was_not_told_of_is_refused(owner: Owner, transport: str) -> None:
+def test_a_receiver_that_is_not_among_the_senders_receivers_is_refused(owner: Owner, transport: str) -> None:
     owner.ask(("export_to", (1, 2)))
     handle = owner.write((2, 3), seed=1)
     _, kind = TRANSPORTS[transport]
@@ -186,7 +186,7 @@ def test_a_receiver_that_the_sender_was_not_told_of_is_refused(owner: Owner, tra
 
 
 def test_a_constant_on_the_own_device_is_the_mapping(owner: Owner, receiver: Receiver, transport: str) -> None:
-    """Main memory is not on a GPU: there it is copied, once."""
+    """Bug: a copy per call. Pinned main memory is copied to the GPU once, a near buffer not at all."""
     handle = owner.write((4, 8), seed=1)
     is_copied = transport == "pinned_memory"
     constant = receiver.constant(handle)
@@ -197,14 +197,14 @@ def test_a_constant_on_the_own_device_is_the_mapping(owner: Owner, receiver: Rec
 
 
 def test_rows_are_near(owner: Owner, receiver: Receiver, transport: str) -> None:
-    """Bug: rows in main memory that a GPU is to compute with."""
+    """Bug: a GPU computes with rows in main memory."""
     rows = receiver.near(receiver.tensor(owner.write((4, 8), seed=1))[1:3])
     assert rows.device.type == ("cpu" if transport == "shared_memory" else "cuda")
     assert torch.equal(rows.cpu(), content((4, 8), 1)[1:3])
 
 
-def test_nobody_may_read_a_buffer(owner: Owner, receiver: Receiver) -> None:
-    """A rank whose data all come from other ranks still writes its own."""
+def test_a_buffer_may_have_no_readers(owner: Owner, receiver: Receiver) -> None:
+    """A teacher rank that no student rank reads still writes its output."""
     owner.ask(("export_to", ()))
     handle = owner.write((4, 8), seed=1)
     with pytest.raises(KeyError, match="0"):
@@ -212,7 +212,7 @@ def test_nobody_may_read_a_buffer(owner: Owner, receiver: Receiver) -> None:
 
 
 def test_a_killed_sender_leaves_nothing_behind(transport: str, mortal_owner: Owner, receiver: Receiver) -> None:
-    """Catches named segments, which outlive a process that had no chance to unlink them."""
+    """Bug: a named segment, which outlives a process that was killed before unlinking it."""
     tensor = receiver.tensor(mortal_owner.write((3, 3), seed=1))
     mapped = mapped_by(mortal_owner.process.pid)
     mortal_owner.kill()
@@ -224,7 +224,7 @@ def test_a_killed_sender_leaves_nothing_behind(transport: str, mortal_owner: Own
 
 
 def test_shared_memory_that_cannot_be_had_is_one_clear_error() -> None:
-    """Catches asking the kernel for it: it would kill the process instead of refusing."""
+    """Bug: asking the kernel for the memory, which kills the process instead of refusing."""
     sender_type, _ = TRANSPORTS["shared_memory"]
     with sender_type() as sender, pytest.raises(HandoffError, match=r"cannot allocate \d+\.\d+ GiB of shared memory"):
         sender.tensor((2**55,), torch.bfloat16)
@@ -232,9 +232,9 @@ def test_shared_memory_that_cannot_be_had_is_one_clear_error() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["cuda_ipc"], indirect=True)
-def test_memory_is_given_back_when_the_last_receiver_has_let_go(owner: Owner, mortal_reader: Reader) -> None:
-    """Catches a reference that nobody gives back (memory held for good) and one given back twice (freed too early)."""
-    before = owner.ask("memory")
+def test_memory_is_freed_when_the_last_receiver_has_closed(owner: Owner, mortal_reader: Reader) -> None:
+    """Bugs: a reference is never released (memory is held forever) or released twice (memory is freed too early)."""
+    initial = owner.ask("memory")
     owner.ask(("export_to", (0, 3)))
     handle = owner.write((1024, 1024), seed=1)
     _, kind = TRANSPORTS["cuda_ipc"]
@@ -243,18 +243,18 @@ def test_memory_is_given_back_when_the_last_receiver_has_let_go(owner: Owner, mo
         assert mortal_reader.sees(handle.for_receiver(3), content((1024, 1024), 1))
         mortal_reader.ask("close")
         owner.ask("close")
-        assert owner.ask("memory") >= before + handle.num_bytes
+        assert owner.ask("memory") >= initial + handle.num_bytes
         assert torch.equal(receiver.tensor(handle).cpu(), content((1024, 1024), 1))
-    assert owner.ask("memory") <= before
+    assert owner.ask("memory") <= initial
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden", [False, True], ids=["all devices visible", "own device visible"])
-def test_a_buffer_on_another_device_is_read_from_there(hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With each process seeing its own GPU only (as Ray's actors do) and with all of them visible."""
+@pytest.mark.parametrize("sees_one_gpu", [False, True], ids=["all devices visible", "own device visible"])
+def test_a_buffer_on_another_device_is_read_from_there(sees_one_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a device index of one process is used in another; as Ray's actors, processes may see one GPU only."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1" if hidden else "1,0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1" if sees_one_gpu else "1,0")
     remote = Owner("cuda_ipc")
     monkeypatch.undo()
     _, kind = TRANSPORTS["cuda_ipc"]
@@ -274,12 +274,12 @@ def test_a_buffer_on_another_device_is_read_from_there(hidden: bool, monkeypatch
 
 
 def test_a_receiver_in_the_senders_process_reads_its_buffer(transport: str) -> None:
-    """Bug: a buffer that is exported to its own process: CUDA maps none of that, and the memory is never given back."""
-    device = "cuda" if transport == "cuda_ipc" else "cpu"  # of the buffer
+    """Bug: a buffer is exported to its own process; CUDA cannot map it, and its memory is never released."""
+    buffer_device = "cuda" if transport == "cuda_ipc" else "cpu"
     sender_type, receiver_type = TRANSPORTS[transport]
     with sender_type((0, 1), own=1) as sender, receiver_type(1) as receiver:
         for size in (4, 9):  # the second in another allocation
-            sender.tensor((size,), torch.float32).copy_(torch.arange(size, device=device))
+            sender.tensor((size,), torch.float32).copy_(torch.arange(size, device=buffer_device))
             seen = receiver.tensor(sender.handle())
             assert seen.tolist() == list(range(size))
             assert seen.data_ptr() == sender.last.data_ptr()

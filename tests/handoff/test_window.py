@@ -1,4 +1,4 @@
-"""What student ranks read through their windows is what the teacher's ranks together have written."""
+"""Student ranks read through their windows what the teacher's ranks have written."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -48,7 +48,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def two_for_one() -> LayoutPair:
-    """A teacher of two data-parallel ranks, and a student that is beside the first."""
+    """Return a teacher of two data-parallel ranks and a student on the device of the first."""
     return LayoutPair(Layout(1), Layout(2), filled(1, 8), filled(2, 8))
 
 
@@ -58,24 +58,24 @@ def sides_of(student: Layout, teacher: Layout) -> LayoutPair:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("student", "teacher"), LAYOUTS, ids=str)
-def test_every_rank_reads_its_rows_of_the_whole(kind: Kind, student: Layout, teacher: Layout, stack: ExitStack) -> None:
-    """Over two batches, the second of more rows: buffers are mapped again, and every export is taken just once."""
+def test_every_rank_reads_its_rows(kind: Kind, student: Layout, teacher: Layout, stack: ExitStack) -> None:
+    """Two batches, the second of more rows. Bugs: a stale mapping, a wrong row, an export taken twice or never."""
     sides = sides_of(student, teacher)
     ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
     reading = receivers(stack, student.size)
     for seed, lengths in enumerate((LENGTHS, LENGTHS[::-1] + LENGTHS)):
-        whole = output(seed, lengths)
+        written = output(seed, lengths)
         if kind == "hidden_states":
-            whole = replace(whole, head=output().head)  # handed over once
-        for rank, window in enumerate(windows(ranks.write(whole), sides, lengths)):
-            found = read(window, reading[rank])
-            expected = whole.logits[own_tokens(sides, rank, lengths), :VOCAB]
-            torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+            written = replace(written, head=output().head)  # sent only once
+        for rank, window in enumerate(windows(ranks.write(written), sides, lengths)):
+            logits = read(window, reading[rank])
+            expected = written.logits[own_tokens(sides, rank, lengths), :VOCAB]
+            torch.testing.assert_close(logits, expected, rtol=1e-13, atol=1e-13)
         assert not EXPORTED
 
 
-def test_the_heads_rows_are_in_the_order_asked_for(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches rows that are taken from the part of the head where they end up."""
+def test_the_heads_rows_are_in_the_requested_order(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: rows are read from the block of the head in which they end up."""
     monkeypatch.setattr(outputs, "_REORDERED_ROWS", 3)
     order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides_of(Layout(1), Layout(1)))))
@@ -90,14 +90,14 @@ def test_the_heads_rows_are_in_the_order_asked_for(stack: ExitStack, monkeypatch
 def test_microbatches_are_parts_of_the_window(kind: Kind, stack: ExitStack) -> None:
     sides = sides_of(Layout(3), Layout(1, 2, 1))
     ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
-    whole = output()
+    written = output()
     for rank, (window, receiver) in enumerate(
-        zip(windows(ranks.write(whole), sides, LENGTHS), receivers(stack, 3), strict=True)
+        zip(windows(ranks.write(written), sides, LENGTHS), receivers(stack, 3), strict=True)
     ):
-        expected = whole.logits[own_tokens(sides, rank), :VOCAB]
+        expected = written.logits[own_tokens(sides, rank), :VOCAB]
         for part in (range(2), range(1, 4), range(3, 4)):
-            found = read(window, receiver, slice(part.start, part.stop))
-            torch.testing.assert_close(found, expected[tokens_of(lengths_of(window), part)], rtol=1e-13, atol=0)
+            logits = read(window, receiver, slice(part.start, part.stop))
+            torch.testing.assert_close(logits, expected[tokens_of(lengths_of(window), part)], rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +116,7 @@ def test_equal_layouts_copy_nothing(kind: Kind, layout: Layout, stack: ExitStack
 
 
 def test_a_microbatch_within_one_buffer_is_a_view_although_the_window_has_two(stack: ExitStack) -> None:
-    """Catches copying all rows of a window whenever it has more than one buffer."""
+    """Bug: all rows of a window are copied if it has more than one buffer."""
     sides = two_for_one()
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     (window,), (receiver,) = windows(ranks.write(output()), sides, LENGTHS), receivers(stack, 1)
@@ -130,11 +130,11 @@ def test_a_microbatch_within_one_buffer_is_a_view_although_the_window_has_two(st
 
 
 def test_shards_of_the_head_are_not_joined(stack: ExitStack) -> None:
-    """Teacher tp=2: the head's shards stay in their owners' buffers, and hidden states come from the own device."""
+    """Bug: the shards of a head are concatenated, a copy of the head. With tp=2, hidden states need no copy either."""
     sides = sides_of(Layout(2), Layout(1, 1, 2))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
-    found = windows(ranks.write(output()), sides, LENGTHS)
-    for window, receiver in zip(found, receivers(stack, 2), strict=True):
+    read_windows = windows(ranks.write(output()), sides, LENGTHS)
+    for window, receiver in zip(read_windows, receivers(stack, 2), strict=True):
         rows = window.rows(receiver, slice(None), LENGTH)
         assert isinstance(rows, SideBySideLogits)
         assert [source.shape[2] for source in rows.sources] == [6, VOCAB - 6]
@@ -142,23 +142,23 @@ def test_shards_of_the_head_are_not_joined(stack: ExitStack) -> None:
 
 
 def test_a_head_on_another_device_is_copied_once(stack: ExitStack) -> None:
-    """Catches reading all of a weight over the link for every chunk, and a copy for every microbatch."""
+    """Bugs: the weight is read over the link for every chunk, or copied for every microbatch."""
     sides = sides_of(Layout(1), Layout(1))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
-    (receiver,), whole = receivers(stack, 1), output()
+    (receiver,), written = receivers(stack, 1), output()
     receiver.is_near = False
-    (window,) = windows(ranks.write(whole), sides, LENGTHS)
+    (window,) = windows(ranks.write(written), sides, LENGTHS)
     for _ in range(2):
-        found = read(window, receiver)
-        torch.testing.assert_close(found, whole.logits[:, :VOCAB], rtol=1e-13, atol=1e-13)
-    (again,) = windows(ranks.write(whole), sides, LENGTHS)
+        logits = read(window, receiver)
+        torch.testing.assert_close(logits, written.logits[:, :VOCAB], rtol=1e-13, atol=1e-13)
+    (again,) = windows(ranks.write(written), sides, LENGTHS)
     again.rows(receiver, slice(None), LENGTH)
 
     assert receiver.copied_bytes == VOCAB * (HIDDEN + 1) * 8
 
 
 class FarReceiver(CountingReceiver):
-    """A receiver whose device cannot read a mapping, as a GPU main memory."""
+    """A receiver whose device cannot read mapped memory, as a GPU and main memory."""
 
     is_near = False
 
@@ -168,23 +168,25 @@ class FarReceiver(CountingReceiver):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_device_that_reads_no_mapping_gets_rows_by_microbatch_and_the_head_once(kind: Kind, stack: ExitStack) -> None:
-    """Bug: the host's memory as an operand of the device's kernels, or all rows of a batch for each microbatch."""
+def test_a_device_that_cannot_read_mappings_gets_rows_by_microbatch_and_the_head_once(
+    kind: Kind, stack: ExitStack
+) -> None:
+    """Bugs: host memory as an operand of the device's kernels; all rows of a batch are copied for each microbatch."""
     sides = two_for_one()
     ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
-    receiver, whole = stack.enter_context(FarReceiver(0)), output()
-    (window,) = windows(ranks.write(whole), sides, LENGTHS)
+    receiver, written = stack.enter_context(FarReceiver(0)), output()
+    (window,) = windows(ranks.write(written), sides, LENGTHS)
     for start in range(len(LENGTHS)):
-        found = read(window, receiver, slice(start, start + 1))
-        expected = whole.logits[tokens_of(LENGTHS, range(start, start + 1)), :VOCAB]
-        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+        logits = read(window, receiver, slice(start, start + 1))
+        expected = written.logits[tokens_of(LENGTHS, range(start, start + 1)), :VOCAB]
+        torch.testing.assert_close(logits, expected, rtol=1e-13, atol=1e-13)
     is_logits = kind == "logits"
     copied = sum(LENGTHS) * (VOCAB if is_logits else HIDDEN) + (0 if is_logits else VOCAB * (HIDDEN + 1))
     assert receiver.copied_bytes == copied * 8
 
 
 def test_slots_hold_several_batches(stack: ExitStack) -> None:
-    """A teacher that is a batch ahead must not write over what the student reads."""
+    """Bug: a teacher that is a batch ahead overwrites the batch that the student reads."""
     sides = sides_of(Layout(2), Layout(1, 1, 2))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides, num_slots=2)))
     first, head = output(0), output(0).head
@@ -198,8 +200,8 @@ def test_slots_hold_several_batches(stack: ExitStack) -> None:
     torch.testing.assert_close(got, first.logits[own_tokens(sides, 1), :VOCAB], rtol=1e-13, atol=1e-13)
 
 
-def test_a_rank_that_nobody_reads_hands_no_head_over(stack: ExitStack) -> None:
-    """A copy of the head on each of many data-parallel ranks is memory for nothing."""
+def test_a_rank_without_readers_sends_no_head(stack: ExitStack) -> None:
+    """Bug: each of many data-parallel ranks holds a copy of the head that is never read."""
     sides = two_for_one()
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     handles = ranks.write(output())
@@ -208,8 +210,8 @@ def test_a_rank_that_nobody_reads_hands_no_head_over(stack: ExitStack) -> None:
     assert handles[1].head is None
 
 
-def test_side_by_side_is_what_one_tensor_would_be() -> None:
-    """At every width, also one that ends in the first shard, and with shards that are empty."""
+def test_side_by_side_logits_equal_one_tensor() -> None:
+    """At every width, including one that ends in the first shard, and with an empty shard."""
     logits = output().logits.unsqueeze(0)
     shards = [TensorLogits(shard.contiguous()) for shard in logits.split([3, 0, 6, 3], 2)]
     rows = torch.tensor([4, 0, 17])
@@ -220,7 +222,7 @@ def test_side_by_side_is_what_one_tensor_would_be() -> None:
         assert torch.equal(together.read(rows, width), TensorLogits(logits).read(rows, width))
 
 
-def test_what_does_not_fit_side_by_side_is_refused() -> None:
+def test_shards_that_do_not_fit_side_by_side_are_refused() -> None:
     logits = output().logits.view(2, -1, PADDED_VOCAB)
 
     with pytest.raises(ConfigError, match="side by side"):

@@ -219,7 +219,7 @@ def evaluated(distillation: Distillation, rows: list[dict[str, str]], folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({"train": {"max_steps": 5}}, "train.max_steps: the trainer's own arguments"),
         ({"cluster": {}}, "cluster: the trainer's own arguments"),

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.training.step_metrics import objective_values
 from nemo_opd.types import Batch, Last
-from tests.campaign.plain import plain_run
 from tests.reference import trainer
 from tests.tiny import SENTENCES, Tiny
 from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, first_batches, in_world, plan_of, train
-from tests.workers.plain_trainer import load, plain_rows
+from tests.workers.plain_trainer import load, plain_run, rows_of_batch
 
 pytestmark = pytest.mark.world
 
@@ -121,7 +120,7 @@ def with_micro_batch_size(plan: Plan, size: int) -> Plan:
 
 
 def case(plan: Plan, batch: Batch, by_grid: dict[tuple[int, int], Trained]) -> Case:
-    rows = plain_rows(batch, ROUTES if plan.config.aggregation.type == "routed" else ())
+    rows = rows_of_batch(batch, ROUTES if plan.config.aggregation.type == "routed" else ())
     run = plain_run(plan, [rows])
     student, *teachers = (trainer.load(run_of["model"], 0.0) for run_of in (run["student"], *run["teachers"]))
     texts = [trainer.read(run, student, teachers, row) for row in rows]
