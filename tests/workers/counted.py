@@ -1,4 +1,4 @@
-"""Training steps on the pretended GPU, as a program: prints what the second step asks for, as JSON.
+"""Program that runs training steps on the pretended GPU and prints the work of the second step as JSON.
 
 uv run python -m tests.workers.counted [settings]
 uv run python -m tests.workers.counted off-policy [names of OFF_POLICY]
@@ -38,15 +38,15 @@ OFF_POLICY = {
     "a sequence a document": ["data.packing=false"],
     "logits": ["handoff=logits"],
 }
-"""Settings by name."""
+"""Settings, keyed by name."""
 SHARDING = "torch.distributed.fsdp._fully_shard"
 
 
 @contextmanager
 def on_the_device() -> Iterator[None]:
-    """Give the device what it lacks: a world of one rank, storages of its own, and buffers that are handed over."""
-    written, last, read = Sender.tensor, Sender.last.fget, Receiver.tensor
-    assert last is not None
+    """Patch for the device: a world of one rank, storages that FSDP leaves alone, and buffers of the handoff."""
+    send, last_sent, receive = Sender.tensor, Sender.last.fget, Receiver.tensor
+    assert last_sent is not None
 
     def there(tensor: Tensor) -> OnDevice:
         return tensor if isinstance(tensor, OnDevice) else OnDevice(tensor)
@@ -60,13 +60,13 @@ def on_the_device() -> Iterator[None]:
         f"{SHARDING}._fsdp_param_group.alloc_storage": lambda _: None,
         f"{process_group.__name__}.join": join,
         "torch.distributed.new_group": lambda *_, **__: None,
-        f"{Sender.__module__}.Sender.tensor": lambda self, *given: there(written(self, *given)),
-        f"{Sender.__module__}.Sender.last": property(lambda self: there(last(self))),
-        f"{Receiver.__module__}.Receiver.tensor": lambda self, handle: there(read(self, handle)),
+        f"{Sender.__module__}.Sender.tensor": lambda self, *arguments: there(send(self, *arguments)),
+        f"{Sender.__module__}.Sender.last": property(lambda self: there(last_sent(self))),
+        f"{Receiver.__module__}.Receiver.tensor": lambda self, handle: there(receive(self, handle)),
     }
     with ExitStack() as stack:
-        for name, instead in patches.items():
-            stack.enter_context(patch(name, instead))
+        for name, replacement in patches.items():
+            stack.enter_context(patch(name, replacement))
         yield
 
 
@@ -82,7 +82,7 @@ def on_samples(tiny: Tiny, prompts: Path, loss: str) -> dict[str, Any]:
 
 
 def steps(plan: Plan, batches: list[Batch]) -> dict[str, Any]:
-    """Count the last of some steps: what is made once is made in the first."""
+    """Count the work of the last step; the first step also makes buffers that persist."""
     plan = replace(plan, device=NAME)
     with (
         on_the_device(),

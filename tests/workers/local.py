@@ -1,4 +1,4 @@
-"""A run's models without Ray, in this process or in several with the environment of torchrun."""
+"""A run's models without Ray, in this process or in several processes with the environment of torchrun."""
 
 import os
 import pickle
@@ -34,8 +34,8 @@ from tests import costs, processes
 from tests.composition import DEMO, compose
 
 TIMEOUT_S = 120.0
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 RTOL, WEIGHT_ATOL = 1e-4, 5e-5
 """Tolerances of curves and weights, derived in test_invariance."""
 
@@ -47,9 +47,9 @@ def first_batches(plan: Plan, number: int) -> list[Batch]:
 
 
 class Opened:
-    """A worker on whose ranks tests call functions."""
+    """A worker with a method that calls a test's function on its rank."""
 
-    def apply(self, function: Callable[..., Made], *arguments: Any) -> Made:
+    def apply(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return function(self, *arguments)
 
 
@@ -66,7 +66,7 @@ class OpenedTeacher(Opened, TeacherWorker):
     pass
 
 
-def on_ranks_of(group: Group, function: Callable[..., Made], *arguments: Any) -> list[Made]:
+def on_ranks_of(group: Group, function: Callable[..., Result], *arguments: Any) -> list[Result]:
     """Call function(worker, *arguments) on every rank of a group of `opened`."""
     return group.call("apply", [(function, *arguments)] * group.size)
 
@@ -88,10 +88,10 @@ def opened(plan: Plan) -> Iterator[Models]:
 def step_metrics(
     models: Models, batch: Batch, kd_scale: float = 1.0, *, compare_gradients: bool = False
 ) -> dict[str, Metric]:
-    """Make an optimizer step and return its metrics without those of how it was cut: times, memory, positions."""
+    """Make an optimizer step and return its metrics, except times, memory and positions, which depend on the cuts."""
     scored = models.collect(models.submit(batch, "a test"))
-    asked = [i for i, rows in enumerate(scored.batch.teachers) if rows.variants]
-    gaps = models.privilege_gaps(scored.batch, asked) if asked else {}
+    with_variants = [i for i, rows in enumerate(scored.batch.teachers) if rows.variants]
+    gaps = models.privilege_gaps(scored.batch, with_variants) if with_variants else {}
     metrics = {**gaps, **models.train_step(scored, kd_scale, compare_gradients=compare_gradients)}
     return {name: metric for name, metric in metrics.items() if not name.startswith((PHASE, "peak_memory", POSITIONS))}
 
@@ -113,10 +113,10 @@ def _weights(student: StudentWorker) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def gathered(own: Given) -> list[Given]:
+def gathered(value: Argument) -> list[Argument]:
     """Gather a value of each rank on every rank."""
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
+    dist.all_gather_object(parts, value)
     return parts
 
 
@@ -176,18 +176,20 @@ def on_ranks(plan: Plan, num_ranks: int) -> Plan:
     return preflight(plan.config.model_copy(update={"cluster": cluster}))
 
 
-def in_world(num_ranks: int, function: Callable[[Given], Made], arguments: Sequence[Given], folder: Path) -> list[Made]:
-    """Return function(argument) for each argument, called in rank 0 of processes with the environment of torchrun.
+def in_world(
+    num_ranks: int, function: Callable[[Argument], Result], arguments: Sequence[Argument], folder: Path
+) -> list[Result]:
+    """Return function(argument) for each argument, called on rank 0 of a world like torchrun's.
 
-    One rank is this process.
+    A world of one rank is this process.
     """
     if num_ranks == 1:
         return [function(argument) for argument in arguments]
     folder.mkdir(parents=True)
     store = serve_store("127.0.0.1", 60)
-    # As bytes: a tensor by itself is sent as a file descriptor, of which a process takes 256.
-    given = pickle.dumps(list(arguments))
-    processes.start(_rank, (num_ranks, store.port, function, given, folder), num_ranks)
+    # As bytes: a tensor is otherwise sent as a file descriptor, and a process can receive 256.
+    pickled = pickle.dumps(list(arguments))
+    processes.start(_rank, (num_ranks, store.port, function, pickled, folder), num_ranks)
     return pickle.loads((folder / "results").read_bytes())
 
 
@@ -199,12 +201,12 @@ def _rank(rank: int, num_ranks: int, port: int, function: Callable[[Any], Any], 
         results = [function(argument) for argument in pickle.loads(arguments)]
         (folder / "results").write_bytes(pickle.dumps(results))
         release()
-    # The interpreter's teardown takes seconds with everything that was imported.
+    # Skip the interpreter's teardown, which takes seconds.
     os._exit(0)
 
 
 def as_torchrun_starts(rank: int, num_ranks: int, port: int) -> None:
-    """Give this process the environment of a rank. port: of a store on this machine."""
+    """Give this process the environment of a rank. port: port of the store on this machine."""
     torch.set_num_threads(1)
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
@@ -214,15 +216,15 @@ def as_torchrun_starts(rank: int, num_ranks: int, port: int) -> None:
 class Everywhere:
     """A worker that calls functions."""
 
-    def run(self, function: Callable[..., Made], *arguments: Any) -> Made:
+    def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return function(*arguments)
 
     def close(self) -> None:
         pass
 
 
-def on_all_ranks(function: Callable[..., Made], *arguments: Any) -> list[Made]:
-    """Call function(*arguments) on every rank of this world, in one process group; return the results by rank."""
+def on_all_ranks(function: Callable[..., Result], *arguments: Any) -> list[Result]:
+    """Call function(*arguments) on every rank of this world, in one process group; return the ranks' results."""
     size = Processes.started().size
     placement = Placement.colocated(num_nodes=1, ranks_per_node=size, num_teachers=0)
     with (
@@ -233,11 +235,11 @@ def on_all_ranks(function: Callable[..., Made], *arguments: Any) -> list[Made]:
 
 
 def rank_zero(
-    num_ranks: int, function: Callable[[Given], Made], arguments: Sequence[Given], folder: Path
-) -> list[Made]:
-    """Return rank 0's results of functions that `in_world` calls on all ranks, in one process group."""
+    num_ranks: int, function: Callable[[Argument], Result], arguments: Sequence[Argument], folder: Path
+) -> list[Result]:
+    """Return rank 0's result of each call of `function` on all ranks, in one process group."""
     return in_world(num_ranks, partial(_everywhere, function), arguments, folder)
 
 
-def _everywhere(function: Callable[[Given], Made], argument: Given) -> Made:
+def _everywhere(function: Callable[[Argument], Result], argument: Argument) -> Result:
     return on_all_ranks(function, argument)[0]

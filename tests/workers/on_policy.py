@@ -1,4 +1,4 @@
-"""On-policy runs of tiny models, and batches as engines would have sampled them."""
+"""On-policy runs of tiny models, and batches of random rollouts."""
 
 import json
 from dataclasses import replace
@@ -102,16 +102,16 @@ def batch_of(plan: Plan, seed: int) -> Batch:
     """Return random responses of different lengths to three prompts, and the dataset's response to the fourth."""
     data, config = plan.data, plan.config
     assert isinstance(data, Prompts)
-    *own, other = data.train.all()
+    *sampled_prompts, dataset_prompt = data.train.all()
     random = np.random.default_rng(seed)
     end = min(data.student.end_ids)
     if config.rollout is not None and config.rollout.top_p < 1:
-        rollouts = sampled_rollouts(plan, own, seed)
+        rollouts = sampled_rollouts(plan, sampled_prompts, seed)
     else:
-        rollouts = [rollout_of(prompt, sample, data, random, end) for prompt in own for sample in range(N)]
+        rollouts = [rollout_of(prompt, sample, data, random, end) for prompt in sampled_prompts for sample in range(N)]
     rewards = random.integers(0, 2, len(rollouts)).astype(float).tolist()
-    samples = [data.make_sample(each) for each in (*rollouts, data.from_dataset(other))]
-    return with_rollouts(collate(samples), rollouts, [other], rewards, config)
+    samples = [data.make_sample(example) for example in (*rollouts, data.from_dataset(dataset_prompt))]
+    return with_rollouts(collate(samples), rollouts, [dataset_prompt], rewards, config)
 
 
 def sampled_rollouts(plan: Plan, prompts: list[Prompt], seed: int) -> list[Rollout]:
@@ -129,15 +129,15 @@ def sampled_rollouts(plan: Plan, prompts: list[Prompt], seed: int) -> list[Rollo
 
 
 def rollout_of(prompt: Prompt, sample: int, data: Prompts, random: np.random.Generator, end: int) -> Rollout:
-    asked = data.student.renderer.prompt_ids(prompt)
-    said = random.integers(1, 300, random.integers(1, 11)).astype(np.int32)
-    said = np.append(said[said != end], np.int32(end))
-    ids = np.concatenate([asked, said])
-    mask = np.arange(len(ids)) >= len(asked)
+    prompt_ids = data.student.renderer.prompt_ids(prompt)
+    response_ids = random.integers(1, 300, random.integers(1, 11)).astype(np.int32)
+    response_ids = np.append(response_ids[response_ids != end], np.int32(end))
+    ids = np.concatenate([prompt_ids, response_ids])
+    mask = np.arange(len(ids)) >= len(prompt_ids)
     logprobs = np.where(mask, random.normal(-6, 0.5, len(ids)), 0).astype(np.float32)
     behaviour = np.where(mask, logprobs + random.normal(0.5, 0.3, len(ids)), 0).astype(np.float32)
-    turns = np.array([[len(asked), len(ids)]], np.int32)
-    responses = (data.student.renderer.text(said[:-1]),)
+    turns = np.array([[len(prompt_ids), len(ids)]], np.int32)
+    responses = (data.student.renderer.text(response_ids[:-1]),)
     return Rollout(prompt, sample, ids, mask, logprobs, behaviour, turns, responses, (), "stop", 0)
 
 

@@ -1,4 +1,4 @@
-"""Training steps on a real device, as a program: prints what the third step asks of it, as JSON.
+"""Program that runs training steps on a real device and prints the work of the third step as JSON.
 
 python -m tests.workers.profiled [cuda | cpu] [settings]
 
@@ -29,24 +29,26 @@ STEPS = 3
 
 @contextmanager
 def watched(device: str) -> Iterator[Counter[str]]:
-    """Count where the host waits for the device inside, but for calls that only wait."""
+    """Count the places at which the host waits for the device, except in calls that only wait."""
     waits: Counter[str] = Counter()
     if device == "cpu":
         yield waits
         return
-    before = torch.cuda.get_sync_debug_mode()
+    mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield waits
     finally:
-        torch.cuda.set_sync_debug_mode(before)
-    waits.update(f"{each.filename}:{each.lineno}" for each in found if "synchronizing" in str(each.message))
+        torch.cuda.set_sync_debug_mode(mode)
+    waits.update(
+        f"{warning.filename}:{warning.lineno}" for warning in caught if "synchronizing" in str(warning.message)
+    )
 
 
 def work_of(events: Any, device: str) -> dict[str, Any]:
-    """Return the number of kernels, or on a CPU of operations, and copies by kind."""
+    """Return the number of kernels (of operations on a CPU) and of copies of each kind."""
     if device == "cpu":
         return {"kernels": sum(event.name.startswith("aten::") for event in events), "copies": {}}
     names = [e.name for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]

@@ -1,6 +1,6 @@
-"""Compiled decoder layers change only the speed, and are compiled once.
+"""Compiling decoder layers changes only the speed, and happens once.
 
-On CPU the graphs of dynamo and autograd's tracer run without C++ code, which takes a minute to compile.
+The backend is aot_eager: compiling C++ code takes a minute.
 """
 
 from collections.abc import Iterator
@@ -64,11 +64,11 @@ def train(job: Job) -> Result:
 
 
 RECOMPUTED_WITH_ADAPTERS = ("student.activation_checkpointing=true", "student.lora={rank:4,target_modules:[q_proj]}")
-"""What wraps a layer; the layers of the teachers are as they are."""
+"""Wrappers around the student's layers; the teachers' layers have none."""
 
 
 def test_the_curve_is_the_same_and_every_length_has_one_graph(tiny: Tiny, tmp_path: Path, fresh: None) -> None:
-    """Bugs: a graph for each layer, for each length, or none, where something hides the layer from the compiler."""
+    """Bugs: a graph per layer or per length; no graph, since a wrapper hides the layer from the compiler."""
     plan = plan_of(tiny.overrides(f"train.max_steps={STEPS}", "data.packing=false", *RECOMPUTED_WITH_ADAPTERS))
     batches = first_batches(plan, STEPS)
     student = plan.config.student.model_copy(update={"compile": True})
@@ -78,7 +78,7 @@ def test_the_curve_is_the_same_and_every_length_has_one_graph(tiny: Tiny, tmp_pa
     assert len({batch.student.ids.shape[1] for batch in batches}) > 1
     in_training, in_all = compiled.graphs[0], compiled.graphs[-1]
     assert 0 < in_training == compiled.graphs[STEPS - 1]
-    assert in_training < in_all <= 3, "one more where nothing is recorded, two with what is recomputed"
+    assert in_training < in_all <= 3, "one more graph without gradients, two with recomputation"
     assert not counters["graph_break"]
     for expected, actual in zip([*plain.curve, plain.evaluation], [*compiled.curve, compiled.evaluation], strict=True):
         for name in expected.keys() & {"ce", "kd/cross", "kd/same", "grad_norm", "bits_per_byte"}:

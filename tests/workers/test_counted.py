@@ -1,4 +1,4 @@
-"""What a training step asks of a GPU, counted on one that is none: the host waits once a step, whatever it reads."""
+"""The work of a training step on a pretended GPU: waits of the host, copies, kernels and bytes."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from tests import processes
 pytestmark = pytest.mark.world
 
 COPIES = 13
-"""Of a microbatch of the student: its tensors, its packing, the places of teachers' tokens, and plans of losses."""
+"""Copies of a student's microbatch: its tensors, its packing, positions of teachers' tokens, and plans of losses."""
 KERNELS = {
     "p_kl": 506,
     "strict": 500,
@@ -18,9 +18,7 @@ KERNELS = {
     "a sequence a document": 470,
     "logits": 506,
 }
-"""Of a microbatch of the student, model and optimizer included; budgets, to be lowered with what is saved."""
-
-
+"""Budgets of kernels for a student's microbatch with model and optimizer; lower them if the code needs fewer."""
 MEGABYTES = {
     "p_kl": 98,
     "strict": 82,
@@ -28,9 +26,9 @@ MEGABYTES = {
     "a sequence a document": 103,
     "logits": 110,
 }
-"""Read and written by the student's kernels for 1,000 tokens, likewise."""
+"""Budgets of megabytes that the student's kernels read and write per 1,000 tokens."""
 ON_SAMPLES = {"tcad": (19, 711), "sampled_kl, sequences": (26, 947), "grpo": (25, 791)}
-"""Copies and kernels of a microbatch of samples, as budgets."""
+"""Budgets of copies and kernels for a microbatch of rollouts."""
 
 
 @pytest.fixture(scope="module")
@@ -49,53 +47,53 @@ def on_samples() -> dict[str, Any]:
 
 
 def program(*arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(processes.program("tests.workers.counted", *arguments))
-    return found
+    counts: dict[str, Any] = json.loads(processes.program("tests.workers.counted", *arguments))
+    return counts
 
 
 def test_the_host_waits_for_metrics_once_a_step(counted: tuple[str, dict[str, Any]]) -> None:
-    _, found = counted
-    assert_waits_once(found)
+    _, counts = counted
+    assert_waits_once(counts)
 
 
 @pytest.mark.parametrize("loss", ON_SAMPLES)
-def test_the_host_knows_what_was_sampled(on_samples: dict[str, Any], loss: str) -> None:
-    """Bugs: masks of samples, or numbers of tokens, that are made on the device; maxima that are compared there."""
-    found, (copies, kernels) = on_samples[loss], ON_SAMPLES[loss]
-    assert_waits_once(found)
-    assert all("distributed/transfer.py" in place for place in found["student"]["copies"])
-    assert sum(found["student"]["copies"].values()) <= copies * found["microbatches"]
-    assert 0.5 * kernels < found["student"]["kernels"] / found["microbatches"] <= kernels
+def test_rollouts_need_no_waits_and_few_copies_and_kernels(on_samples: dict[str, Any], loss: str) -> None:
+    """Bugs: masks of rollouts, numbers of tokens or maxima are computed on the device and read by the host."""
+    counts, (copies, kernels) = on_samples[loss], ON_SAMPLES[loss]
+    assert_waits_once(counts)
+    assert all("distributed/transfer.py" in place for place in counts["student"]["copies"])
+    assert sum(counts["student"]["copies"].values()) <= copies * counts["microbatches"]
+    assert 0.5 * kernels < counts["student"]["kernels"] / counts["microbatches"] <= kernels
 
 
-def assert_waits_once(found: dict[str, Any]) -> None:
-    assert found["microbatches"] > 1
-    ((place, number),) = found["student"]["waits"].items()
+def assert_waits_once(counts: dict[str, Any]) -> None:
+    assert counts["microbatches"] > 1
+    ((place, number),) = counts["student"]["waits"].items()
     assert "workers/step.py" in place
     assert number == 1
 
 
 def test_a_microbatch_has_few_copies(counted: tuple[str, dict[str, Any]]) -> None:
-    _, found = counted
-    copies = found["student"]["copies"]
-    assert all("distributed/transfer.py" in place for place in copies), "pinned, and not waited for"
-    assert 0 < sum(copies.values()) <= COPIES * found["microbatches"]
+    _, counts = counted
+    copies = counts["student"]["copies"]
+    assert all("distributed/transfer.py" in place for place in copies), "copies from pinned memory, without a wait"
+    assert 0 < sum(copies.values()) <= COPIES * counts["microbatches"]
 
 
 def test_a_microbatch_has_no_more_kernels_than_its_budget(counted: tuple[str, dict[str, Any]]) -> None:
-    name, found = counted
-    kernels = found["student"]["kernels"] / found["microbatches"]
+    name, counts = counted
+    kernels = counts["student"]["kernels"] / counts["microbatches"]
     assert 0.5 * KERNELS[name] < kernels <= KERNELS[name]
 
 
 def test_tokens_have_no_more_bytes_than_their_budget(counted: tuple[str, dict[str, Any]]) -> None:
-    """Bug: another pass over rows of logits, or a copy of them."""
-    name, found = counted
-    megabytes = found["student"]["bytes"] / found["tokens"] / 1e3
+    """Bug: a further pass over rows of logits, or a copy of them."""
+    name, counts = counted
+    megabytes = counts["student"]["bytes"] / counts["tokens"] / 1e3
     assert 0.5 * MEGABYTES[name] < megabytes <= MEGABYTES[name]
 
 
 def test_teachers_wait_for_their_scores_alone(counted: tuple[str, dict[str, Any]]) -> None:
-    name, found = counted
+    name, counts = counted
     scores = 2 if name == "weights by sequence" else 0
-    assert sum(found["teachers"]["waits"].values()) == scores, found["teachers"]["waits"]
+    assert sum(counts["teachers"]["waits"].values()) == scores, counts["teachers"]["waits"]

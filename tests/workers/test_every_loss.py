@@ -1,8 +1,8 @@
-"""Losses in the workers: the same curve for a batch that is whole, and one cut into four over two ranks.
+"""Losses in the workers: the same curve for a batch in one microbatch, and in four over two ranks.
 
-One loss of each kind of arguments, units and rows: losses/test_build.py counts the units of all, losses/test_columns.py
-and losses/test_parallel.py reorder and cut the columns of all. Tolerance as in test_invariance. A wrong gradient shows
-in its norm at once, and in the second step's losses.
+One loss of each kind of arguments, units and rows. losses/test_build.py counts the units of all losses;
+losses/test_columns.py and losses/test_parallel.py reorder and cut the columns of all. Tolerance as in test_invariance.
+A wrong gradient shows in its norm and in the second step's losses.
 """
 
 import pytest
@@ -32,7 +32,7 @@ WHOLE, CUT = (1, 8), (2, 2)
 """Numbers of ranks and microbatch sizes."""
 GRIDS = (WHOLE, CUT)
 HANDED_OVER = ("gold", "alm", "function")
-"""Losses that are compared between handoffs and orders of columns: rows are made before any loss reads them."""
+"""Losses compared for both handoffs and orders of columns. A few are enough: all losses read the same rows."""
 STEPS = 2
 
 
@@ -56,7 +56,7 @@ Curves = dict[tuple[str, int, int, str], Trained]
 
 @pytest.fixture(scope="module")
 def curves(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Curves:
-    """Return curves by term, ranks, microbatch size and handoff."""
+    """Return curves, keyed by term, ranks, microbatch size and handoff."""
     folder = tmp_path_factory.mktemp("every_loss")
     batches = first_batches(make_plan(tiny, "gold", 1), STEPS)
     results: Curves = {}
@@ -78,19 +78,19 @@ def check_equal(expected: Trained, actual: Trained) -> None:
 
 @pytest.mark.parametrize("term", TERMS)
 def test_the_curve_does_not_depend_on_how_a_batch_is_cut(curves: Curves, term: str) -> None:
-    """Catches units that driver and loss count differently, and a mean over microbatches."""
-    whole, cut = (curves[term, *grid, "hidden_states"] for grid in GRIDS)
-    check_equal(whole, cut)
-    assert whole.curve[0]["kd/cross"] > 0
+    """Bugs: driver and loss count units differently; a mean over microbatches."""
+    uncut, cut = (curves[term, *grid, "hidden_states"] for grid in GRIDS)
+    check_equal(uncut, cut)
+    assert uncut.curve[0]["kd/cross"] > 0
 
 
 @pytest.mark.parametrize("term", HANDED_OVER)
-def test_the_curve_does_not_depend_on_what_is_handed_over(curves: Curves, term: str) -> None:
-    """Catches a head cut at a wrong place, and logits made from a neighbouring position's hidden states."""
+def test_the_curve_does_not_depend_on_the_handoff(curves: Curves, term: str) -> None:
+    """Bugs: a head cut at a wrong column; logits from a neighbouring position's hidden states."""
     check_equal(curves[term, *WHOLE, "logits"], curves[term, *WHOLE, "hidden_states"])
 
 
 @pytest.mark.parametrize("term", HANDED_OVER)
 def test_the_curve_does_not_depend_on_the_order_of_columns(curves: Curves, term: str) -> None:
-    """Catches a loss or a target that reads the teacher's ids from reordered logits."""
+    """Bug: a loss or a target reads the teacher's ids from reordered logits."""
     check_equal(curves[term, *WHOLE, BY_ID], curves[term, *WHOLE, "hidden_states"])

@@ -1,4 +1,4 @@
-"""The student's weights for a server: in a folder, and in memory that other processes read."""
+"""The student's weights for a rollout server: in a folder, and in memory that other processes read."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ RANK, ALPHA, STEP = 2, 6, 0.02
 
 @dataclass(frozen=True)
 class Seen:
-    """Weights that rank 1 has read from rank 0's memory."""
+    """Weights that rank 1 read from rank 0's memory."""
 
     tensors: dict[str, Tensor]
     is_there: bool
@@ -55,8 +55,8 @@ def exported(job: tuple[Student, Path]) -> Seen:
                 parameter.add_(STEP)
     exports = Exports(settings, model, adapters)
     exports.write(folder, "bfloat16")
-    file, other = gathered(exports.hold("bfloat16"))
-    assert other is None
+    file, no_file = gathered(exports.hold("bfloat16"))
+    assert no_file is None
     read = load_file(file.path) if dist.get_rank() else {}
     dist.barrier()
     exports.release()
@@ -78,7 +78,7 @@ FORMS = ("whole", "adapters", "experts")
 
 
 def save_experts(folder: Path) -> Path:
-    """Save a model whose experts are one tensor in transformers and many in files."""
+    """Save a model with experts, which are one tensor in transformers and many in files."""
     config = Qwen3MoeConfig(
         vocab_size=32,
         hidden_size=16,
@@ -101,26 +101,26 @@ def seen(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tupl
         student.model_copy(update={"lora": Lora(rank=RANK, alpha=ALPHA, export="adapter")}),
         student.model_copy(update={"model": str(save_experts(folder / "start"))}),
     )
-    jobs = [(each, folder / form) for form, each in zip(FORMS, students, strict=True)]
-    made = rank_zero(2, exported, jobs, folder / "world")
-    return {form: (each, folder / form) for form, each in zip(FORMS, made, strict=True)}
+    jobs = [(settings, folder / form) for form, settings in zip(FORMS, students, strict=True)]
+    results = rank_zero(2, exported, jobs, folder / "world")
+    return {form: (result, folder / form) for form, result in zip(FORMS, results, strict=True)}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_memory_has_what_a_folder_has(seen: dict[str, tuple[Seen, Path]], form: str) -> None:
-    """Whole tensors with the names of files, a tied head once, adapters merged, in the server's precision."""
-    found, folder = seen[form]
-    wanted = load_file(folder / "model.safetensors")
+def test_memory_and_folder_have_the_same_weights(seen: dict[str, tuple[Seen, Path]], form: str) -> None:
+    """Bugs: shards, names of a wrapped model, a tied head twice, unmerged adapters, the student's dtype."""
+    seen_weights, folder = seen[form]
+    written = load_file(folder / "model.safetensors")
 
-    assert found.tensors.keys() == wanted.keys()
-    for name, value in wanted.items():
+    assert seen_weights.tensors.keys() == written.keys()
+    for name, value in written.items():
         assert value.dtype == torch.bfloat16
-        assert torch.equal(found.tensors[name], value), name
-    assert not found.is_there
+        assert torch.equal(seen_weights.tensors[name], value), name
+    assert not seen_weights.is_there
 
 
-def test_it_is_of_the_student_as_it_is(seen: dict[str, tuple[Seen, Path]], tiny: Tiny) -> None:
+def test_exported_weights_are_the_current_ones(seen: dict[str, tuple[Seen, Path]], tiny: Tiny) -> None:
     for name, start in load_file(tiny.student / "model.safetensors").items():
-        whole, merged = (seen[form][0].tensors[name] for form in FORMS[:2])
-        assert torch.equal(whole, (start + STEP).bfloat16()), name
+        full, merged = (seen[form][0].tensors[name] for form in FORMS[:2])
+        assert torch.equal(full, (start + STEP).bfloat16()), name
         assert torch.equal(merged, start.bfloat16()) == ("_proj" not in name), name

@@ -19,7 +19,7 @@ LAYOUTS = {
 }
 ALL = ["student.parallelism.tp=2", "teachers.0.parallelism.tp=2", "teachers.1.parallelism.tp=2", "handoff=logits"]
 CONTEXT = "behind prompts of the teachers, all tp=2, logits"
-"""On-policy, of `on_policy.CONTEXTS`."""
+"""An on-policy run with `on_policy.CONTEXTS`."""
 NAMES = ("ce", "kd/same", "kd/cross", "grad_norm")
 TERMS = {
     "p_kl, mean": ["loss=p_kl", "loss.merge=mean"],
@@ -27,15 +27,15 @@ TERMS = {
     "strict, continuation": ["loss=strict", "loss.continuation_weight=1"],
     "uld, logits": ["loss=uld", "loss.compat=trl", "handoff=logits"],
 }
-"""Losses of two teachers with another tokenizer, each of whose tokens is often several of the student's.
+"""Losses for two cross-tokenizer teachers, whose tokens often span several of the student's.
 
-One of each way to read rows; losses/test_parallel.py has all losses.
+One loss for each way to read rows; losses/test_parallel.py has all losses.
 """
 
 
 @pytest.fixture(scope="module")
 def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trained, Trained]]:
-    """Return for each layout the results on one rank without it, and on two ranks."""
+    """Return results on one rank without the layout and on two ranks with it, keyed by layout."""
     folder = tmp_path_factory.mktemp("layouts")
 
     def job(*options: str) -> Training:
@@ -62,7 +62,7 @@ def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 @pytest.fixture(scope="module")
 def finer(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trained, Trained]]:
-    """Return for each loss the results on one rank and with tp=2; the second teacher has alm."""
+    """Return results on one rank and with tp=2, keyed by loss; the second teacher has alm."""
     folder = tmp_path_factory.mktemp("finer")
     models = [f"student.model={tiny.teacher_cross}", f"teachers.0.model={tiny.student}"]
     second = ["teachers.1.type=cross_tokenizer", "teachers.1.loss.type=alm"]
@@ -79,18 +79,14 @@ def finer(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, CONTEXT])
-def test_the_curve_and_the_weights_are_those_of_one_rank(
-    trained: dict[str, tuple[Trained, Trained]], layout: str
-) -> None:
-    """Sums of some hundred fp32 numbers in another order, over two steps of AdamW with a large epsilon."""
+def test_curve_and_weights_equal_one_ranks(trained: dict[str, tuple[Trained, Trained]], layout: str) -> None:
+    """Tolerance: sums of about a hundred fp32 numbers in another order, over two AdamW steps with a large epsilon."""
     check_equal(*trained[layout])
 
 
 @pytest.mark.parametrize("term", TERMS)
-def test_units_of_several_student_tokens_are_those_of_one_rank(
-    finer: dict[str, tuple[Trained, Trained]], term: str
-) -> None:
-    """Bug: rows that units of both ranks need got the gradient of one unit alone."""
+def test_units_of_several_student_tokens_equal_one_ranks(finer: dict[str, tuple[Trained, Trained]], term: str) -> None:
+    """Bug: rows that units of both ranks need get the gradient of one unit only."""
     check_equal(*finer[term])
 
 

@@ -1,6 +1,6 @@
-"""Projections that are learned in a run: the same on all layouts, continued to the last bit, exported as matrices.
+"""Projections that are learned in a run: equal on all layouts, resumed to the last bit, exported as matrices.
 
-Tolerances are those of tests/workers/test_invariance.py, for the same reasons; Δ has the learning rate 1e-2 too.
+Tolerances as derived in tests/workers/test_invariance.py; Δ also has the learning rate 1e-2.
 """
 
 from collections.abc import Sequence
@@ -79,8 +79,8 @@ def delta(student: StudentWorker) -> Tensor:
     return learned.delta.detach().clone()
 
 
-def kd_of(found: Learned) -> list[float]:
-    return [record["kd/cross"] for record in found.curve]
+def kd_of(learned: Learned) -> list[float]:
+    return [record["kd/cross"] for record in learned.curve]
 
 
 def learn_all(runs: Sequence[Training]) -> list[Learned]:
@@ -88,12 +88,14 @@ def learn_all(runs: Sequence[Training]) -> list[Learned]:
 
 
 def with_learnable_pairs(matrix: ProjectionMatrix) -> ProjectionMatrix:
-    """Let rows of several entries, whose first tokens are all in exact pairs, begin with tokens of no pair instead."""
+    """Replace the first tokens of rows of several entries, which are all in exact pairs, by tokens without a pair."""
     rows = learnable_rows(matrix)
     free = np.setdiff1d(np.arange(matrix.teacher_vocab_size), matrix.shared_pairs[:, 1])[: len(rows)]
     indices = matrix.indices.copy()
     indices[rows[: len(free)], 0] = free
-    return ProjectionMatrix(**{each.name: getattr(matrix, each.name) for each in fields(matrix)} | {"indices": indices})
+    return ProjectionMatrix(
+        **{field.name: getattr(matrix, field.name) for field in fields(matrix)} | {"indices": indices}
+    )
 
 
 @pytest.fixture(scope="module", params=["p_kl", "h_kl"])
@@ -126,12 +128,12 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def laid_out(tiny: Tiny, loss: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Learned]:
     jobs = [job(tiny, *loss, *options) for options in LAYOUTS.values()]
-    (found,) = in_world(2, learn_all, [jobs], tmp_path_factory.mktemp("layouts") / "two")
-    return dict(zip(LAYOUTS, found, strict=True))
+    (results,) = in_world(2, learn_all, [jobs], tmp_path_factory.mktemp("layouts") / "two")
+    return dict(zip(LAYOUTS, results, strict=True))
 
 
 def test_the_projection_moves_and_the_divergence_falls_faster(tiny: Tiny, loss: list[str], learned: Learned) -> None:
-    """Δ that gets no update, or one against the gradient."""
+    """Bug: Δ gets no update, or an update against the gradient."""
     fixed = learn(job(tiny, *loss, "teachers.0.projection_lr=1e-12"))
     assert kd_of(learned)[0] == kd_of(fixed)[0]
     assert kd_of(learned)[-1] < kd_of(fixed)[-1] - 5e-5
@@ -142,38 +144,40 @@ def test_the_projection_moves_and_the_divergence_falls_faster(tiny: Tiny, loss: 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_learn_the_same(learned: Learned, laid_out: dict[str, Learned], layout: str) -> None:
-    """A rank's gradient that is left out or counted twice, ranks whose projections drift apart."""
-    found = laid_out[layout]
-    first, *others = found.deltas
-    assert all(torch.equal(first, other) for other in others)
+    """Bugs: a rank's gradient is lost or counted twice; the ranks' projections drift apart."""
+    two_ranks = laid_out[layout]
+    first, *other_deltas = two_ranks.deltas
+    assert all(torch.equal(first, delta) for delta in other_deltas)
     torch.testing.assert_close(first, learned.deltas[0], rtol=0, atol=WEIGHT_ATOL * 5)
-    assert kd_of(found) == pytest.approx(kd_of(learned), rel=RTOL)
-    assert found.validation["kd/cross"] == pytest.approx(learned.validation["kd/cross"], rel=RTOL)
+    assert kd_of(two_ranks) == pytest.approx(kd_of(learned), rel=RTOL)
+    assert two_ranks.validation["kd/cross"] == pytest.approx(learned.validation["kd/cross"], rel=RTOL)
 
 
-def test_microbatches_and_apart_gradients_learn_the_same(tiny: Tiny, loss: list[str], learned: Learned) -> None:
-    """A gradient of the last microbatch alone, or one that CE's pass removes."""
-    found = learn(job(tiny, *loss, "train.micro_batch_size=1", compare_gradients=True))
-    torch.testing.assert_close(found.deltas[0], learned.deltas[0], rtol=0, atol=WEIGHT_ATOL * 5)
+def test_microbatches_and_compared_gradients_learn_the_same(tiny: Tiny, loss: list[str], learned: Learned) -> None:
+    """Bugs: the gradient is the last microbatch's only; CE's backward pass clears it."""
+    cut = learn(job(tiny, *loss, "train.micro_batch_size=1", compare_gradients=True))
+    torch.testing.assert_close(cut.deltas[0], learned.deltas[0], rtol=0, atol=WEIGHT_ATOL * 5)
 
 
-def test_it_continues_as_if_it_had_never_stopped(tiny: Tiny, loss: list[str], learned: Learned, tmp_path: Path) -> None:
-    """Moments or Δ that begin again, a learning rate of another step."""
-    whole = job(tiny, *loss)
-    learn(Training(whole.plan, whole.batches[:2], save_to=tmp_path / "step"))
-    second = learn(Training(whole.plan, whole.batches[2:], load_from=tmp_path / "step"))
+def test_resumed_training_is_the_same_to_the_last_bit(
+    tiny: Tiny, loss: list[str], learned: Learned, tmp_path: Path
+) -> None:
+    """Bugs: moments or Δ start again; the learning rate is another step's."""
+    full_run = job(tiny, *loss)
+    learn(Training(full_run.plan, full_run.batches[:2], save_to=tmp_path / "step"))
+    second = learn(Training(full_run.plan, full_run.batches[2:], load_from=tmp_path / "step"))
     assert second.curve == learned.curve[2:]
     assert torch.equal(second.deltas[0], learned.deltas[0])
     state = tmp_path / "step" / "state" / "projections.pt"
     state.write_bytes(state.read_bytes()[:100])
     with pytest.raises(WorkerError, match="it is damaged or belongs to other teachers"):
-        learn(Training(whole.plan, [], load_from=tmp_path / "step"))
+        learn(Training(full_run.plan, [], load_from=tmp_path / "step"))
 
 
-def test_what_is_exported_is_what_validation_has_used(
+def test_the_exported_projection_is_the_validated_one(
     tiny: Tiny, loss: list[str], learned: Learned, exported: Path
 ) -> None:
-    """An export of the start or of another step; validation that reads the fixed matrix."""
+    """Bugs: the export is the initial projection or another step's; validation reads the fixed matrix."""
     matrix = ProjectionMatrix.load(exported / PROJECTIONS / "cross.safetensors")
     run = job(tiny, *loss)
     start = run.plan.teachers[0].projection
@@ -195,9 +199,9 @@ def test_a_step_that_is_not_finite_leaves_the_projection(tiny: Tiny) -> None:
     run = job(tiny)
     with opened(run.plan) as models:
         train_step(models, run.batches[0])
-        (before,) = on_ranks_of(models.student, delta)
+        (initial,) = on_ranks_of(models.student, delta)
         assert step_metrics(models, run.batches[1], float("nan"))["is_taken"].value() == 0
-        assert torch.equal(on_ranks_of(models.student, delta)[0], before)
+        assert torch.equal(on_ranks_of(models.student, delta)[0], initial)
 
 
 def test_a_loss_that_does_not_read_weights_is_refused() -> None:
@@ -205,7 +209,7 @@ def test_a_loss_that_does_not_read_weights_is_refused() -> None:
         compose("teachers=demo_single", "loss=gold", "+teachers.0.projection_lr=0.05")
 
 
-def test_pairs_none_of_which_is_learned_are_refused(tiny: Tiny) -> None:
+def test_a_projection_without_learnable_rows_is_refused(tiny: Tiny) -> None:
     with pytest.raises(
         ProjectionError, match=r"teachers\.0\.projection_lr=0\.05: no row .*teachers\.0\.loss\.type=p_kl"
     ):

@@ -1,6 +1,6 @@
-"""A student with trained adapters, compared with one whose weights are W + alpha / rank · B A.
+"""A student with trained adapters equals one with weights W + alpha / rank · B A.
 
-Tolerances are those of tests/workers/test_invariance.py, for the same reasons.
+Tolerances as derived in tests/workers/test_invariance.py.
 """
 
 from dataclasses import dataclass, replace
@@ -73,7 +73,7 @@ def learn(job: Training) -> Learned:
 def inside(student: StudentWorker) -> tuple[dict[str, Tensor], Tensor, int]:
     """Return frozen parameters, logits, and the number of optimized parameters."""
     parameters: Any = dict(student.model.named_parameters())
-    frozen = {name: gathered(each) for name, each in parameters.items() if not each.requires_grad}
+    frozen = {name: gathered(parameter) for name, parameter in parameters.items() if not parameter.requires_grad}
     moments = [state["exp_avg"].numel() for state in student.optimizer.state.values()]
     with torch.no_grad():
         logits = student.model.eval()(input_ids=IDS, use_cache=False).logits
@@ -93,7 +93,7 @@ def make_plan(tiny: Tiny) -> Plan:
 
 
 def changed(plan: Plan, **settings: object) -> Plan:
-    """Change settings of the student without the checks, which are slow."""
+    """Change settings of the student without the slow checks."""
     return with_config(plan, student=plan.config.student.model_copy(update=settings))
 
 
@@ -125,19 +125,21 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     plan = make_plan(tiny)
     adapter = changed(plan, lora=Lora(rank=RANK, alpha=ALPHA, export="adapter"))
     batches = first_batches(plan, STEPS)
-    whole = Training(plan, batches)
-    begun = Training(plan, batches[:2], save_to=folder / "checkpoint")
-    rest = Training(adapter, batches[2:], load_from=folder / "checkpoint", export_to=folder / "adapter")
-    jobs = [replace(whole, export_to=folder / "merged"), begun, rest]
+    full_run = Training(plan, batches)
+    first_half = Training(plan, batches[:2], save_to=folder / "checkpoint")
+    second_half = Training(adapter, batches[2:], load_from=folder / "checkpoint", export_to=folder / "adapter")
+    jobs = [replace(full_run, export_to=folder / "merged"), first_half, second_half]
     variants = [
         Training(changed(plan, activation_checkpointing=True), batches),
         Training(changed(plan, lora=Lora(rank=RANK, alpha=ALPHA, target_modules=NAMES)), batches),
         Training(with_config(plan, handoff=LogitsHandoff()), batches),
-        replace(whole, compare_gradients=True),
+        replace(full_run, compare_gradients=True),
     ]
-    alone, _, resumed, *others = in_world(1, learn, [*jobs, *variants], folder / "one")
-    paired, widened = in_world(2, learn, [whole, replace(rest, export_to=None)], folder / "two")
-    return Runs(plan, batches, alone, resumed, dict(zip(VARIANTS, others, strict=True)), paired, widened, folder)
+    alone, _, resumed, *variant_results = in_world(1, learn, [*jobs, *variants], folder / "one")
+    paired, widened = in_world(2, learn, [full_run, replace(second_half, export_to=None)], folder / "two")
+    return Runs(
+        plan, batches, alone, resumed, dict(zip(VARIANTS, variant_results, strict=True)), paired, widened, folder
+    )
 
 
 Oracle = tuple[list[dict[str, float]], dict[str, Tensor]]
@@ -176,44 +178,44 @@ def oracle(runs: Runs) -> Oracle:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_curve_and_adapters_are_those_of_plain_autograd(runs: Runs, oracle: Oracle, ranks: int) -> None:
-    """Bugs: a wrong scale, adapters that start elsewhere on two ranks, weight decay or a norm over what is frozen."""
+def test_curve_and_adapters_equal_plain_autograds(runs: Runs, oracle: Oracle, ranks: int) -> None:
+    """Bugs: a wrong scale; ranks initialize adapters differently; weight decay or norm over frozen weights."""
     curve, weights = oracle
-    found = runs.alone if ranks == 1 else runs.paired
-    for step, (expected, actual) in enumerate(zip(curve, found.curve, strict=True)):
+    learned = runs.alone if ranks == 1 else runs.paired
+    for step, (expected, actual) in enumerate(zip(curve, learned.curve, strict=True)):
         for name, value in expected.items():
             assert actual[name] == pytest.approx(value, rel=RTOL), (step, name)
-    for name, adapter in found.adapters.items():
-        assert torch.equal(found.start[name], runs.alone.start[name])
-        own = name.replace(".lora_A.default.weight", ".parametrizations.weight.0.a")
-        own = own.replace(".lora_B.default.weight", ".parametrizations.weight.0.b")
-        assert (weights[own] - found.start[name]).abs().max() > 100 * WEIGHT_ATOL, f"{name} hardly moved"
-        torch.testing.assert_close(adapter, weights[own], rtol=RTOL, atol=WEIGHT_ATOL)
+    for name, adapter in learned.adapters.items():
+        assert torch.equal(learned.start[name], runs.alone.start[name])
+        plain_name = name.replace(".lora_A.default.weight", ".parametrizations.weight.0.a")
+        plain_name = plain_name.replace(".lora_B.default.weight", ".parametrizations.weight.0.b")
+        assert (weights[plain_name] - learned.start[name]).abs().max() > 100 * WEIGHT_ATOL, f"{name} hardly moved"
+        torch.testing.assert_close(adapter, weights[plain_name], rtol=RTOL, atol=WEIGHT_ATOL)
 
 
 def test_dropout_is_drawn_from_the_seed(runs: Runs, tmp_path: Path) -> None:
-    """Bug: from a generator that each process seeds by itself, so that no run could be made again."""
+    """Bug: each process seeds dropout by itself, so a run cannot be repeated."""
     plan = changed(runs.plan, lora=Lora(rank=RANK, alpha=ALPHA, dropout=0.5))
     first, again = in_world(1, learn, [Training(plan, runs.batches[:2])] * 2, tmp_path)
     assert first.curve == again.curve
     assert first.curve[0]["grad_norm"] != runs.alone.curve[0]["grad_norm"]
 
 
-def test_the_base_is_left_as_it_is(runs: Runs) -> None:
+def test_the_base_does_not_change(runs: Runs) -> None:
     base = AutoModelForCausalLM.from_pretrained(runs.plan.config.student.model)
     stored = dict(base.named_parameters())
-    for found in (runs.alone, runs.paired, runs.resumed):
-        assert len(found.frozen) == len(stored)
-        for name, value in found.frozen.items():
+    for learned in (runs.alone, runs.paired, runs.resumed):
+        assert len(learned.frozen) == len(stored)
+        for name, value in learned.frozen.items():
             assert torch.equal(value, stored[name.replace(".base_layer", "")]), name
 
 
 def test_the_optimizer_and_checkpoints_have_adapters_only(runs: Runs) -> None:
     assert runs.alone.optimized == sum(value.numel() for value in runs.alone.adapters.values())
     reader = FileSystemReader(runs.folder / "checkpoint" / "state")
-    kept = reader.read_metadata().state_dict_metadata
-    assert {name.removeprefix("model.") for name in kept if name.startswith("model.")} == set(runs.alone.adapters)
-    assert all(".lora_" in name for name in kept if name.startswith("optimizer.state."))
+    stored = reader.read_metadata().state_dict_metadata
+    assert {name.removeprefix("model.") for name in stored if name.startswith("model.")} == set(runs.alone.adapters)
+    assert all(".lora_" in name for name in stored if name.startswith("optimizer.state."))
 
 
 def test_resumed_training_is_the_same_to_the_last_bit(runs: Runs) -> None:
@@ -229,18 +231,18 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_how_it_is_computed_does_not_matter(runs: Runs, variant: str) -> None:
-    found = runs.variants[variant]
-    for expected, actual in zip(runs.alone.curve, found.curve, strict=True):
+def test_variants_learn_the_same(runs: Runs, variant: str) -> None:
+    learned = runs.variants[variant]
+    for expected, actual in zip(runs.alone.curve, learned.curve, strict=True):
         for name in ("ce", "kd/cross", "kd/same", "grad_norm"):
             assert actual[name] == pytest.approx(expected[name], rel=RTOL), name
     for name, value in runs.alone.adapters.items():
-        torch.testing.assert_close(found.adapters[name], value, rtol=RTOL, atol=WEIGHT_ATOL)
+        torch.testing.assert_close(learned.adapters[name], value, rtol=RTOL, atol=WEIGHT_ATOL)
 
 
 @pytest.mark.parametrize("folder", ["merged", "checkpoint/student"])
-def test_merged_it_is_a_model_like_any_other(runs: Runs, folder: str) -> None:
-    """The export has no adapters, and the tokenizer; W + BA is rounded once more than Wx + B(Ax)."""
+def test_the_merged_export_is_an_ordinary_model(runs: Runs, folder: str) -> None:
+    """Bugs: adapters in the export, or no tokenizer. Tolerance: W + BA is rounded once more than Wx + B(Ax)."""
     path = runs.folder / folder
     loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     model, loading = loaded
@@ -255,15 +257,15 @@ def test_merged_it_is_a_model_like_any_other(runs: Runs, folder: str) -> None:
 def test_the_adapter_is_loaded_by_peft_onto_the_base(runs: Runs) -> None:
     base = AutoModelForCausalLM.from_pretrained(runs.plan.config.student.model)
     with torch.no_grad():
-        before = base(input_ids=IDS).logits.clone()
-        found = PeftModel.from_pretrained(base, runs.folder / "adapter").eval()(input_ids=IDS).logits
-    assert_same_logits(found, runs.alone.logits)
-    assert (before - found).abs().max() > 0.1
+        base_logits = base(input_ids=IDS).logits.clone()
+        adapted_logits = PeftModel.from_pretrained(base, runs.folder / "adapter").eval()(input_ids=IDS).logits
+    assert_same_logits(adapted_logits, runs.alone.logits)
+    assert (base_logits - adapted_logits).abs().max() > 0.1
     assert len(AutoTokenizer.from_pretrained(runs.folder / "adapter")) == runs.plan.student_vocab_size
     names = sorted(path.name for path in (runs.folder / "adapter").iterdir())
     assert "model.safetensors" not in names
 
 
-def assert_same_logits(found: Tensor, expected: Tensor) -> None:
-    """Compare sums of some hundred terms in fp32, over two layers."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+def assert_same_logits(actual: Tensor, expected: Tensor) -> None:
+    """Compare sums of about a hundred fp32 terms, over two layers."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

@@ -1,4 +1,4 @@
-"""Exhausted memory: each of its errors becomes one message with task, amounts and settings that help."""
+"""Out-of-memory errors become one message with the task, amounts and settings that help."""
 
 import pickle
 
@@ -37,12 +37,12 @@ def message(task: Task, error: BaseException) -> str:
 
 
 def test_a_full_gpu() -> None:
-    told = message(FORWARD, torch.OutOfMemoryError(CUDA_MESSAGE))
+    text = message(FORWARD, torch.OutOfMemoryError(CUDA_MESSAGE))
 
-    assert told.startswith("out of GPU memory in the student's forward pass: cannot allocate 1.50 GiB, 17.2 MiB free; ")
+    assert text.startswith("out of GPU memory in the student's forward pass: cannot allocate 1.50 GiB, 17.2 MiB free; ")
     for knob in ("train.micro_batch_size", "train.max_length", "student.activation_checkpointing=true", "offload=true"):
-        assert knob in told
-    assert "\n" not in told
+        assert knob in text
+    assert "\n" not in text
 
 
 def test_full_main_memory() -> None:
@@ -53,19 +53,21 @@ def test_full_main_memory() -> None:
         np.empty(2**60, dtype=np.uint8)
 
     free = psutil.virtual_memory().available / 2**30
-    for caught, asked in ((of_torch, 2**20), (of_numpy, 2**30)):
-        told = str(caught.value)
-        assert told.startswith(f"out of main memory in the student's backward pass: cannot allocate {asked:.2f} GiB, ")
-        assert float(told.split(", ")[1].split()[0]) == pytest.approx(free, rel=0.2)
+    for caught, gibibytes in ((of_torch, 2**20), (of_numpy, 2**30)):
+        text = str(caught.value)
+        assert text.startswith(
+            f"out of main memory in the student's backward pass: cannot allocate {gibibytes:.2f} GiB, "
+        )
+        assert float(text.split(", ")[1].split()[0]) == pytest.approx(free, rel=0.2)
 
 
-def test_errors_that_say_no_figures() -> None:
-    told = message(LOSS, MemoryError())
-    assert told.startswith("out of main memory in a chunk of a loss: an allocation failed, ")
+def test_errors_without_figures() -> None:
+    message_text = message(LOSS, MemoryError())
+    assert message_text.startswith("out of main memory in a chunk of a loss: an allocation failed, ")
 
     for text in ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"):
-        told = message(OPTIMIZER, RuntimeError(text))
-        assert told.startswith("out of GPU memory in the optimizer's step: an allocation failed")
+        message_text = message(OPTIMIZER, RuntimeError(text))
+        assert message_text.startswith("out of GPU memory in the optimizer's step: an allocation failed")
 
 
 def test_other_errors_pass() -> None:
@@ -80,7 +82,7 @@ def test_other_errors_pass() -> None:
         assert caught.value is error
 
 
-def test_the_innermost_task_speaks() -> None:
+def test_the_innermost_task_is_named() -> None:
     with pytest.raises(ClusterError) as caught, needs_memory(BACKWARD), needs_memory(LOSS):
         raise torch.OutOfMemoryError(CUDA_MESSAGE)
 
@@ -99,11 +101,11 @@ PHI = teacher_tasks("teachers.1", "phi")
         (handoff_buffer("phi"), "the output of the teacher phi", "train.global_batch_size"),
     ],
 )
-def test_each_task_has_its_own_knobs(task: Task, name: str, knob: str) -> None:
-    told = message(task, torch.OutOfMemoryError(CUDA_MESSAGE))
+def test_each_task_names_settings_that_help(task: Task, name: str, knob: str) -> None:
+    text = message(task, torch.OutOfMemoryError(CUDA_MESSAGE))
 
-    assert name in told
-    assert knob in told
+    assert name in text
+    assert knob in text
 
 
 @pytest.mark.gpu
@@ -111,6 +113,6 @@ def test_a_gpu_that_is_full() -> None:
     with pytest.raises(ClusterError) as caught, needs_memory(OPTIMIZER):
         torch.empty(TOO_MUCH, dtype=torch.uint8, device="cuda")
 
-    told = str(caught.value)
-    assert told.startswith("out of GPU memory in the optimizer's step: cannot allocate 1048576.00 GiB, ")
-    assert float(told.split(", ")[1].split()[0]) <= torch.cuda.mem_get_info()[1] / 2**30
+    text = str(caught.value)
+    assert text.startswith("out of GPU memory in the optimizer's step: cannot allocate 1048576.00 GiB, ")
+    assert float(text.split(", ")[1].split()[0]) <= torch.cuda.mem_get_info()[1] / 2**30

@@ -46,24 +46,24 @@ GRADIENTS = "logging.gradients_every=1"
 class Job:
     plan: Plan
     batches: Sequence[Batch]
-    """Three batches; in the second a teacher is not finite."""
+    """Three batches; a teacher's output for the second is not finite."""
     token: int
     """Token of the first teacher that overflows in the second batch."""
     folder: Path | None = None
-    """Folder of a checkpoint after the second batch, to continue from; None: no interruption."""
+    """Folder of a checkpoint after the second batch, to resume from, if the run is interrupted."""
     is_bad: bool = True
     """Whether to train on the second batch."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    before: dict[str, Any]
+    initial: dict[str, Any]
     after: dict[str, Any]
     """State before and after the second step."""
     finite_losses: list[bool]
-    """Whether each rank's losses in the second step are finite."""
-    taken: list[list[float]]
-    """IS_TAKEN by rank and step."""
+    """Whether a rank's losses in the second step are finite."""
+    is_taken: list[list[float]]
+    """IS_TAKEN of each rank and step."""
     cause: str
     bad: dict[str, float]
     """Metrics of the second step."""
@@ -74,17 +74,17 @@ class Seen:
 
 def learn(job: Job) -> Seen:
     compare = job.plan.config.logging.gradients_every is not None
-    taken: list[list[float]] = []
+    is_taken: list[list[float]] = []
 
     def step(batch: Batch) -> dict[str, Metric]:
         metrics = step_metrics(models, batch, compare_gradients=compare)
-        taken.append(on_ranks_of(models.student, has_taken_it))
+        is_taken.append(on_ranks_of(models.student, has_taken_it))
         return metrics
 
     with ExitStack() as stack:
         models = stack.enter_context(opened(job.plan))
         step(job.batches[0])
-        before = state(models)
+        initial = state(models)
         bad: dict[str, Metric] = {}
         finite = [True]
         if job.is_bad:
@@ -100,8 +100,8 @@ def learn(job: Job) -> Seen:
             models.load(job.folder)
         last = step(job.batches[2])
         why = cause(job.plan.config, bad) if bad else ""
-        by_rank = [list(steps) for steps in zip(*taken, strict=True)]
-        return Seen(before, after, finite, by_rank, why, values(bad), values(last), weights(models))
+        by_rank = [list(steps) for steps in zip(*is_taken, strict=True)]
+        return Seen(initial, after, finite, by_rank, why, values(bad), values(last), weights(models))
 
 
 def has_taken_it(student: OpenedStudent) -> float:
@@ -109,16 +109,16 @@ def has_taken_it(student: OpenedStudent) -> float:
 
 
 def has_finite_terms(student: OpenedStudent) -> bool:
-    own = student.last_metrics.items()
-    terms = [metric for name, metric in own if name == "ce" or name.startswith("kd_part/")]
+    metrics = student.last_metrics.items()
+    terms = [metric for name, metric in metrics if name == "ce" or name.startswith("kd_part/")]
     return all(math.isfinite(term.value()) for term in terms if isinstance(term, Mean))
 
 
 def make_overflow(teacher: Any, token: int) -> None:
     """Make a teacher's embedding of one token infinite."""
 
-    def overflow(_: Any, given: tuple[Tensor], embedded: Tensor) -> Tensor:
-        return embedded.masked_fill((given[0] == token).unsqueeze(-1), math.inf)
+    def overflow(_: Any, arguments: tuple[Tensor], embedded: Tensor) -> Tensor:
+        return embedded.masked_fill((arguments[0] == token).unsqueeze(-1), math.inf)
 
     teacher.overflow = teacher.model.get_input_embeddings().register_forward_hook(overflow)
 
@@ -161,8 +161,8 @@ def only_on_the_last_rank(batch: Batch) -> int:
 
 
 def assert_nothing_changed(seen: Seen) -> None:
-    assert seen.before.keys() == seen.after.keys()
-    for name, value in seen.before.items():
+    assert seen.initial.keys() == seen.after.keys()
+    for name, value in seen.initial.items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(seen.after[name])), name
 
 
@@ -180,17 +180,17 @@ CASES = {
 def alone(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     folder = tmp_path_factory.mktemp("not_finite")
     jobs = {name: job_of(tiny, *overrides) for name, overrides in CASES.items()}
-    whole = jobs["plain"]
-    jobs["left out"] = Job(whole.plan, whole.batches, whole.token, is_bad=False)
-    jobs["resumed"] = Job(whole.plan, whole.batches, whole.token, folder / "resumed")
+    plain = jobs["plain"]
+    jobs["left out"] = Job(plain.plan, plain.batches, plain.token, is_bad=False)
+    jobs["resumed"] = Job(plain.plan, plain.batches, plain.token, folder / "resumed")
     return dict(zip(jobs, in_world(1, learn, list(jobs.values()), folder), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_changes_and_the_teacher_is_named(alone: dict[str, Seen], case: str) -> None:
-    """Bug: clipping multiplies by NaN, AdamW makes every weight NaN, and nothing is said."""
+    """Bug: clipping multiplies by NaN, AdamW makes every weight NaN, and the run goes on."""
     seen = alone[case]
-    assert seen.taken == [[1.0, 0.0, 1.0]]
+    assert seen.is_taken == [[1.0, 0.0, 1.0]]
     assert_nothing_changed(seen)
     assert "teacher cross (nan)" in seen.cause
     assert "teacher same" not in seen.cause
@@ -203,7 +203,7 @@ def test_the_norm_alone_is_not_enough(alone: dict[str, Seen]) -> None:
     assert math.isfinite(alone["uld"].bad["grad_norm"])
 
 
-def test_what_follows_is_as_if_the_batch_had_not_been(alone: dict[str, Seen]) -> None:
+def test_later_steps_are_the_same_as_without_the_batch(alone: dict[str, Seen]) -> None:
     for name, value in alone["left out"].end.items():
         assert torch.equal(value, alone["plain"].end[name]), name
 
@@ -218,7 +218,7 @@ TOGETHER = {"data": ("loss=uld",), "tensor": ("student.parallelism.tp=2",)}
 
 @pytest.fixture(scope="module")
 def paired(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
-    """Return results by what two ranks share."""
+    """Return results of two ranks, keyed by the kind of parallelism."""
     jobs = [job_of(tiny, *overrides, "cluster.cpu_ranks=2") for overrides in TOGETHER.values()]
     return dict(zip(TOGETHER, in_world(2, learn, jobs, tmp_path_factory.mktemp("paired") / "two"), strict=True))
 
@@ -226,23 +226,23 @@ def paired(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Se
 @pytest.mark.parametrize("shared", TOGETHER)
 def test_two_ranks_do_the_same(paired: dict[str, Seen], shared: str) -> None:
     seen = paired[shared]
-    assert seen.taken == [[1.0, 0.0, 1.0]] * 2
+    assert seen.is_taken == [[1.0, 0.0, 1.0]] * 2
     assert_nothing_changed(seen)
     assert "teacher cross (nan)" in seen.cause
 
 
-def test_one_rank_speaks_for_all(paired: dict[str, Seen]) -> None:
+def test_a_loss_of_one_rank_stops_all(paired: dict[str, Seen]) -> None:
     """Bug: a rank with finite loss and gradient takes a step that the other rank does not."""
     assert paired["data"].finite_losses == [True, False]
     assert math.isfinite(paired["data"].bad["grad_norm"])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_is_not_finite_is_not_saved_loaded_or_exported(tiny: Tiny, tmp_path: Path, num_ranks: int) -> None:
-    """Bugs: both kept checkpoints and final/ hold NaN, and the run exits 0; a rank that has none goes on alone."""
+def test_a_state_that_is_not_finite_is_not_saved_loaded_or_exported(tiny: Tiny, tmp_path: Path, num_ranks: int) -> None:
+    """Bugs: checkpoints and final/ hold NaN and the run exits 0; a rank without NaN goes on alone."""
     job = job_of(tiny, f"cluster.cpu_ranks={num_ranks}")
-    (told,) = in_world(num_ranks, spoil, [(job, tmp_path)], tmp_path / "world")
-    weight, moment, folder, half = told
+    (refusals,) = in_world(num_ranks, spoil, [(job, tmp_path)], tmp_path / "world")
+    weight, moment, folder, half = refusals
     assert "state is not finite after its last update, so it is not saved: model.norm.weight has 1 of 16" in weight
     assert "exp_avg of model.norm.weight has 16 of 16 values that are not finite" in moment
     assert "exp_avg of model.norm.weight has 16 of 16" in folder
@@ -252,38 +252,38 @@ def test_what_is_not_finite_is_not_saved_loaded_or_exported(tiny: Tiny, tmp_path
     assert not (tmp_path / "moment").exists()
 
 
-def spoil(given: tuple[Job, Path]) -> list[str]:
-    job, folder = given
+def spoil(arguments: tuple[Job, Path]) -> list[str]:
+    job, folder = arguments
     with opened(job.plan) as models:
         train_step(models, job.batches[0])
         return on_ranks_of(models.student, spoiled, folder)[0]
 
 
 def spoiled(student: OpenedStudent, folder: Path) -> list[str]:
-    """The weight is on the last rank."""
+    """Break a weight of the last rank, then a moment, and return the errors."""
     norm = student.model.model.norm.weight
-    own = local(norm).detach()
-    kept = own.clone()
+    values = local(norm).detach()
+    saved = values.clone()
 
     is_last = dist.get_rank() == dist.get_world_size() - 1
 
     if is_last:
-        own[3] = 1e5
-    told = [refusal(NotFiniteError, student.export, folder / "half", "float16")]
+        values[3] = 1e5
+    messages = [refusal(NotFiniteError, student.export, folder / "half", "float16")]
     if is_last:
-        own[3] = float("nan")
-    told.insert(0, refusal(NotFiniteError, student.save, folder / "weight"))
-    own.copy_(kept)
+        values[3] = float("nan")
+    messages.insert(0, refusal(NotFiniteError, student.save, folder / "weight"))
+    values.copy_(saved)
 
     student.save(folder / "good")
     student.optimizer.state[norm]["exp_avg"].fill_(float("inf"))
-    told.insert(1, refusal(NotFiniteError, student.save, folder / "moment"))
+    messages.insert(1, refusal(NotFiniteError, student.save, folder / "moment"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nemo_opd.checkpoint.state.not_finite_in", lambda *_: None)
         student.save(folder / "bad")
-    told.insert(2, refusal(CheckpointError, student.load, folder / "bad"))
+    messages.insert(2, refusal(CheckpointError, student.load, folder / "bad"))
     student.load(folder / "good")
-    return told
+    return messages
 
 
 def refusal(kind: type[Exception], call: Any, *arguments: Any) -> str:

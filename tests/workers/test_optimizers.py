@@ -1,4 +1,4 @@
-"""Optimizers by name: what they train, continuing to the last bit, and the memory that they need."""
+"""Optimizers: their parameters, resuming to the last bit, and the memory of their state."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +45,7 @@ def settings_of(kind: str) -> train.Optimizer:
 
 
 def new_model(*, num_ranks: int | None = None) -> LlamaForCausalLM:
-    """num_ranks: hold the parameters by FSDP2; None: as they are. bitsandbytes has 8 bits for embeddings and head."""
+    """Return a model, sharded by FSDP2 if num_ranks is given. Embeddings and head are large enough for 8-bit state."""
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=300, num_key_value_heads=2))
     if num_ranks is not None:
@@ -63,7 +63,7 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LR
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: gathered(each).detach().clone() for name, each in model.named_parameters()}
+    return {name: gathered(parameter).detach().clone() for name, parameter in model.named_parameters()}
 
 
 def trained(
@@ -90,30 +90,30 @@ def world() -> Iterator[None]:
 @pytest.mark.parametrize("num_ranks", [None, 1], ids=["plain", "fsdp"])
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_continued_run_ends_with_the_same_bits(world: None, kind: str, num_ranks: int | None, tmp_path: Path) -> None:
-    """Bugs: a state that is lost, read as another dtype or given to another parameter; one group without schedule."""
-    whole = trained(kind, num_ranks, range(4))
+    """Bugs: state is lost, read in another dtype or assigned to another parameter; a group without schedule."""
+    uninterrupted = trained(kind, num_ranks, range(4))
     trained(kind, num_ranks, range(2), write=tmp_path)
     continued = trained(kind, num_ranks, range(2, 4), read=tmp_path)
 
-    assert any(not torch.equal(whole[name], each) for name, each in weights_of(new_model()).items())
-    assert all(torch.equal(continued[name], each) for name, each in whole.items())
-    # Plain tensors in place of DTensors change no bit either.
-    assert all(torch.equal(each, whole[name]) for name, each in trained(kind, None, range(4)).items())
+    assert any(not torch.equal(uninterrupted[name], weight) for name, weight in weights_of(new_model()).items())
+    assert all(torch.equal(continued[name], weight) for name, weight in uninterrupted.items())
+    # Plain tensors give the same bits as DTensors.
+    assert all(torch.equal(weight, uninterrupted[name]) for name, weight in trained(kind, None, range(4)).items())
 
 
 def by_hand(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon and AdamW as a person would make them, with the parameters by their names."""
+    """Return Muon and AdamW, made by hand from parameter names."""
     named = dict(model.named_parameters())
-    matrices = [each for name, each in named.items() if "_proj" in name]
-    others = [each for name, each in named.items() if "_proj" not in name]
+    matrices = [parameter for name, parameter in named.items() if "_proj" in name]
+    remaining = [parameter for name, parameter in named.items() if "_proj" not in name]
     return [
         torch.optim.Muon(matrices, lr=1e-2, weight_decay=1e-3, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=1e-3, foreach=False),
+        torch.optim.AdamW(remaining, lr=3e-3, betas=(0.9, 0.95), weight_decay=1e-3, foreach=False),
     ]
 
 
 def test_muon_is_for_the_matrices_of_layers() -> None:
-    """Bug: embeddings or head are orthogonalized, or a norm is trained twice or never."""
+    """Bug: embeddings or head are orthogonalized; a norm is trained twice or never."""
     ours, theirs = new_model(), new_model()
     optimizer = build_optimizer(settings_of("muon"), ours)
     take_steps(ours, optimizer, build_scheduler(Scheduler(type="constant"), optimizer, 3), range(3))
@@ -121,9 +121,9 @@ def test_muon_is_for_the_matrices_of_layers() -> None:
     for step in range(3):
         ids = torch.randint(40, (2, 7), generator=torch.Generator().manual_seed(step))
         theirs(input_ids=ids, labels=ids).loss.backward()
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        for optimizer_by_hand in optimizers:
+            optimizer_by_hand.step()
+            optimizer_by_hand.zero_grad()
 
     for name, weight in weights_of(theirs).items():
         torch.testing.assert_close(weights_of(ours)[name], weight, rtol=1e-6, atol=1e-7, msg=name)
@@ -134,10 +134,10 @@ def muon_of_ranks(num_ranks: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.world
-def test_muon_orthogonalizes_whole_matrices_on_two_ranks(tmp_path: Path) -> None:
-    """Bug: each rank orthogonalizes its rows, which changes an update by about two fifths of its norm.
+def test_muon_orthogonalizes_full_matrices_on_two_ranks(tmp_path: Path) -> None:
+    """Bug: each rank orthogonalizes its rows, which changes an update by about 40 % of its norm.
 
-    In bf16, an iteration multiplies the rounding of a small singular value by up to 3.44: five hundredths are seen.
+    Tolerance: in bf16, an iteration multiplies the rounding of a small singular value by up to 3.44, in all about 5 %.
     """
     start, alone = weights_of(new_model()), trained("muon", None, range(2))
     (sharded,) = rank_zero(2, muon_of_ranks, [2], tmp_path / "two")
@@ -148,18 +148,20 @@ def test_muon_orthogonalizes_whole_matrices_on_two_ranks(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_memory_counts_the_state(kind: str) -> None:
-    """Bug: a run whose optimizer keeps little is refused for memory, or one that keeps much is begun."""
+    """Bug: a run is refused for memory that its optimizer does not need, or starts without enough."""
     settings, model = settings_of(kind), new_model()
     optimizer = build_optimizer(settings, model)
     take_steps(model, optimizer, build_scheduler(Scheduler(), optimizer, 1), range(1))
-    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in kept if each.dim()}
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors if tensor.dim()
+    }
     estimate = state_bytes(settings, size_of(model), Layout(1))
 
-    if kind == "class":  # unknown, and taken for AdamW's two numbers; SGD has one
+    if kind == "class":  # unknown, so the estimate is AdamW's two moments; SGD has one
         assert estimate == 2 * sum(storages.values())
     else:
-        maps = 2 * 1024 if kind == "adamw_8bit" else 0  # of bitsandbytes, for all parameters
+        maps = 2 * 1024 if kind == "adamw_8bit" else 0  # bitsandbytes' quantization maps, shared by all parameters
         assert estimate == sum(storages.values()) - maps
 
 
@@ -180,11 +182,11 @@ def test_memory_counts_the_state(kind: str) -> None:
         (["type=sgd"], "student.optimizer.type='sgd': choose one of"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_run(tiny: Tiny, options: list[str], message: str) -> None:
-    """Bug: an error of torch from the middle of the first step, on all ranks."""
-    given = [f"student.optimizer.{option}" for option in options]
+def test_impossible_optimizers_are_refused_before_the_run(tiny: Tiny, options: list[str], message: str) -> None:
+    """Bug: torch raises in the first step, on all ranks."""
+    overrides = [f"student.optimizer.{option}" for option in options]
     with pytest.raises(ConfigError) as error:
-        preflight(compose(*tiny.overrides("cluster.cpu_ranks=2", *given)))
+        preflight(compose(*tiny.overrides("cluster.cpu_ranks=2", *overrides)))
 
     assert message in str(error.value)
 

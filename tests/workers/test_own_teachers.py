@@ -1,6 +1,6 @@
-"""Teachers with the student's weights: an average by a plain loop, a live teacher that teaches nothing, all layouts.
+"""Teachers with the student's weights: an average against a plain loop, a live teacher without effect, all layouts.
 
-Tolerances are those of tests/workers/test_invariance.py, for the same reasons.
+Tolerances as derived in tests/workers/test_invariance.py.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def job(tiny: Tiny, teachers: Sequence[dict[str, Any]], *options: str, **more: A
 
 
 def listed(teachers: Sequence[dict[str, Any]]) -> str:
-    """Return the override that makes these the teachers."""
+    """Return the override that sets these teachers."""
     entries = (", ".join(f"{key}: {value}" for key, value in teacher.items()) for teacher in teachers)
     return f"teachers=[{', '.join(f'{{{entry}}}' for entry in entries)}]"
 
@@ -83,9 +83,9 @@ def cross(tiny: Tiny) -> dict[str, Any]:
 class Learned:
     curve: list[dict[str, float]]
     weights: list[dict[str, Tensor]]
-    """Whole weights before each step, and at the end."""
+    """Full weights before each step, and at the end."""
     averages: list[dict[str, Tensor]]
-    """Whole average of the first teacher that has one, at the same times."""
+    """Full average of the first teacher that has one, at the same times."""
     validation: dict[str, float]
 
 
@@ -112,27 +112,27 @@ def first_average(student: StudentWorker) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def learned(tiny: Tiny) -> Learned:
-    """A frozen teacher with another tokenizer, and an average."""
+    """Train with a frozen cross-tokenizer teacher and an average."""
     return learn(job(tiny, [cross(tiny), EMA]))
 
 
 @pytest.mark.parametrize("term", TERMS)
 def test_a_live_teacher_without_a_context_teaches_nothing(tiny: Tiny, term: str) -> None:
-    """Loss and gradient are 0 to the last bit, at every step and in validation, while CE changes the student.
+    """Loss and gradient are exactly 0 at every step and in validation, while CE changes the student.
 
-    Bugs: a head or weights of an earlier step; a microbatch cut otherwise; a gradient into the teacher's side.
+    Bugs: a head or weights of an earlier step; microbatches cut differently; a gradient into the teacher.
     """
     plan = plan_with(tiny, [LIVE], *TERMS[term])
-    found = learn(Training(plan, first_batches(plan, 2), compare_gradients=True))
+    live = learn(Training(plan, first_batches(plan, 2), compare_gradients=True))
 
-    for record in found.curve:
+    for record in live.curve:
         assert record["kd/live"] == record["kd_grad_norm"] == 0
         assert record["grad_norm"] > 0
-    assert found.validation["kd/live"] == 0
+    assert live.validation["kd/live"] == 0
 
 
-def test_the_average_is_that_of_a_plain_loop(learned: Learned) -> None:
-    """Bugs: the decay on the other side, an update before the optimizer's, one per microbatch, swapped weights kept."""
+def test_the_average_equals_a_plain_loop(learned: Learned) -> None:
+    """Bugs: decay for 1 − decay; an update before the optimizer's step or per microbatch; weights stay swapped."""
     name = next(iter(learned.averages[0]))
     assert (learned.averages[-1][name] - learned.weights[-1][name]).abs().max() > 1e-3
     for name in learned.averages[0]:
@@ -142,8 +142,8 @@ def test_the_average_is_that_of_a_plain_loop(learned: Learned) -> None:
             torch.testing.assert_close(average[name].double(), mean, rtol=1e-6, atol=1e-7)
 
 
-def test_the_average_is_what_teaches(tiny: Tiny, learned: Learned) -> None:
-    """Bugs: the student's weights, or those after the next update; the head of another step than the hidden states."""
+def test_the_average_is_the_teacher(tiny: Tiny, learned: Learned) -> None:
+    """Bugs: the student's weights; an average after the next update; head and hidden states of different steps."""
     batches = job(tiny, [cross(tiny), EMA]).batches
     for step, (record, batch) in enumerate(zip(learned.curve, batches, strict=True)):
         divergence = forward_kl(tiny, learned.weights[step], learned.averages[step], batch)
@@ -169,11 +169,11 @@ def forward_kl(tiny: Tiny, student: dict[str, Tensor], teacher: dict[str, Tensor
     return total / count
 
 
-def test_it_continues_as_if_it_had_never_stopped(tiny: Tiny, learned: Learned, tmp_path: Path) -> None:
-    """Bugs: an average that begins again with the loaded weights, or is saved while it is swapped."""
-    whole = job(tiny, [cross(tiny), EMA])
-    learn(Training(whole.plan, whole.batches[:2], save_to=tmp_path / "step"))
-    second = learn(Training(whole.plan, whole.batches[2:], load_from=tmp_path / "step"))
+def test_resumed_training_is_the_same_to_the_last_bit(tiny: Tiny, learned: Learned, tmp_path: Path) -> None:
+    """Bugs: the average starts again from the loaded weights, or is saved while swapped."""
+    full_run = job(tiny, [cross(tiny), EMA])
+    learn(Training(full_run.plan, full_run.batches[:2], save_to=tmp_path / "step"))
+    second = learn(Training(full_run.plan, full_run.batches[2:], load_from=tmp_path / "step"))
 
     assert second.curve == learned.curve[2:]
     for ours, expected in zip(second.averages, learned.averages[2:], strict=True):
@@ -184,14 +184,14 @@ def test_a_step_that_is_not_finite_leaves_the_average(tiny: Tiny) -> None:
     run = job(tiny, [EMA])
     with opened(run.plan) as models:
         train_step(models, run.batches[0])
-        before = on_ranks_of(models.student, first_average)[0]
+        initial = on_ranks_of(models.student, first_average)[0]
         skipped = step_metrics(models, run.batches[1], float("nan"))
         assert skipped["is_taken"].value() == 0
-        torch.testing.assert_close(on_ranks_of(models.student, first_average)[0], before, rtol=0, atol=0)
+        torch.testing.assert_close(on_ranks_of(models.student, first_average)[0], initial, rtol=0, atol=0)
 
 
 def test_the_base_of_a_student_with_adapters_is_a_frozen_teacher(tiny: Tiny) -> None:
-    """Bugs: adapters that stay off for the student, or on for the teacher; parameters that are no longer trained."""
+    """Bugs: adapters stay off for the student or on for the teacher; parameters are no longer trained."""
     frozen = {"name": "live", "type": "same_tokenizer", "model": str(tiny.student), "dtype": "float32"}
     base, expected = (
         learn(job(tiny, [teacher], "student.lora.rank=3")) for teacher in ({**LIVE, "adapters": False}, frozen)
@@ -217,40 +217,40 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Unread:
-    """A run whose batches are read in its world: the files of many tensors cannot be sent to a process."""
+    """A run that reads its batches in its world; a process cannot receive that many tensors."""
 
     plan: Plan
     save_to: Path | None = None
 
 
 def learn_all(runs: Sequence[Unread]) -> list[Learned]:
-    found = []
+    results = []
     for run in runs:
         if run.plan.config.rollout is None:
             batches = first_batches(run.plan, 2)
         else:
             batches = [on_policy.batch_of(run.plan, seed) for seed in range(2)]
-        found.append(learn(Training(run.plan, batches, save_to=run.save_to)))
-    return found
+        results.append(learn(Training(run.plan, batches, save_to=run.save_to)))
+    return results
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where `laid_out` saves each layout under its name."""
+    """Return the folder for the checkpoints of `laid_out`, named after the layouts."""
     return tmp_path_factory.mktemp("averages")
 
 
 @pytest.fixture(scope="module")
 def laid_out(tiny: Tiny, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Learned, Learned]]:
-    """Return for each layout the results on one rank without it, and on two ranks; on-policy ones without a layout."""
+    """Return results on one rank without the layout and on two ranks with it, and of an on-policy run."""
     prompts = on_policy.write_prompts(tmp_path_factory.mktemp("prompts"))
     teachers = [cross(tiny), EMA, LIVE]
     plans = {name: plan_with(tiny, teachers, "cluster.cpu_ranks=2", *options) for name, options in LAYOUTS.items()}
     alone = {name: plan_with(tiny, teachers, *without_layout(options)) for name, options in LAYOUTS.items()}
     sampled = on_policy.plan(tiny, prompts, listed([EMA]), "loss=policy_gradient", "loss.ce_weight=0.5")
     plans["policy_gradient"] = alone["policy_gradient"] = sampled
-    (one,) = in_world(1, learn_all, [[Unread(each) for each in alone.values()]], folder / "one")
-    saved = [Unread(each, folder / name) for name, each in plans.items()]
+    (one,) = in_world(1, learn_all, [[Unread(plan) for plan in alone.values()]], folder / "one")
+    saved = [Unread(plan, folder / name) for name, plan in plans.items()]
     (two,) = in_world(2, learn_all, [saved], folder / "two")
     return dict(zip(plans, zip(one, two, strict=True), strict=True))
 
@@ -261,7 +261,7 @@ def without_layout(options: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "policy_gradient"])
 def test_the_layout_changes_nothing(laid_out: dict[str, tuple[Learned, Learned]], layout: str) -> None:
-    """Bugs: averages of other shards than the weights', a stale head of another rank, one of several teachers' turn."""
+    """Bugs: averages of another shard; a stale head of another rank; teachers in the wrong order."""
     one, two = laid_out[layout]
     for ours, expected in zip(two.curve, one.curve, strict=True):
         shared = [name for name in expected if name.startswith(("kd", "ce", "grad_norm"))]
@@ -273,7 +273,7 @@ def test_the_layout_changes_nothing(laid_out: dict[str, tuple[Learned, Learned]]
 
 
 def test_a_live_teacher_of_two_ranks_teaches_nothing(laid_out: dict[str, tuple[Learned, Learned]]) -> None:
-    """Bug: tensor-parallel ranks that read each other's head of the step before; sums of columns differ in rounding."""
+    """Bug: tensor-parallel ranks read heads of the step before. Tolerance: sums over columns round differently."""
     for layout in LAYOUTS:
         for record in laid_out[layout][1].curve:
             assert abs(record["kd/live"]) <= (1e-6 if "tensor" in layout else 0)
@@ -283,7 +283,7 @@ def test_a_live_teacher_of_two_ranks_teaches_nothing(laid_out: dict[str, tuple[L
 def test_an_average_becomes_a_model(
     laid_out: dict[str, tuple[Learned, Learned]], tiny: Tiny, folder: Path, tmp_path: Path, name: str
 ) -> None:
-    """Exported by the run and from its checkpoint, the same bits; bug: the student's weights, or these after it."""
+    """Bugs: an export has the student's weights, or leaves the average in the student; run and checkpoint differ."""
     saved, exported = folder / name, tmp_path
     options = [*without_layout(LAYOUTS[name]), *(["student.lora.export=adapter"] if name == "adapters" else [])]
     run = job(tiny, [cross(tiny), EMA, LIVE], *options)
@@ -294,7 +294,7 @@ def test_an_average_becomes_a_model(
     to_hugging_face(saved, run.plan.config.student, exported / "converted", average="1")
 
     file = "adapter_model.safetensors" if name == "adapters" else "model.safetensors"
-    written, converted = (load_file(exported / each / file) for each in ("run", "converted"))
+    written, converted = (load_file(exported / kind / file) for kind in ("run", "converted"))
     torch.testing.assert_close(converted, written, rtol=0, atol=0)
     average = laid_out[name][1].averages[-1]
     assert len(written) == len(average)
@@ -303,12 +303,12 @@ def test_an_average_becomes_a_model(
 
 
 def in_file(name: str) -> str:
-    """Return the name that a parameter, perhaps of an adapter, has in its file."""
-    owner, adapter, rest = name.partition(".default.")
-    return f"base_model.model.{owner}.{rest}" if adapter else name
+    """Return the name of a parameter, or of an adapter's, in its file."""
+    owner, adapter, parameter = name.partition(".default.")
+    return f"base_model.model.{owner}.{parameter}" if adapter else name
 
 
-def test_other_ranks_read_what_two_have_saved(
+def test_one_rank_loads_a_checkpoint_of_two(
     tiny: Tiny, laid_out: dict[str, tuple[Learned, Learned]], folder: Path
 ) -> None:
     name, teachers = "tensor parallel", [cross(tiny), EMA, LIVE]

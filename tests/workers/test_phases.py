@@ -1,4 +1,4 @@
-"""Catches time that is counted twice or lost between nested phases, and events that are read before they happened."""
+"""Times of phases. Bugs: nested phases count time twice or lose it; events are read before they happened."""
 
 import time
 from contextlib import suppress
@@ -31,7 +31,7 @@ def seconds(phases: Phases) -> dict[str, float]:
     return {name: metric.value() for name, metric in phases.take().items()}
 
 
-def test_phases_add_up_and_what_lies_between_is_in_none(clock: Clock) -> None:
+def test_phases_add_up_without_the_time_between_them(clock: Clock) -> None:
     phases = Phases("cpu")
     for _ in range(3):
         clock.now += 16.0
@@ -45,7 +45,7 @@ def test_phases_add_up_and_what_lies_between_is_in_none(clock: Clock) -> None:
 
 
 def test_an_inner_phase_is_not_counted_in_the_outer_one(clock: Clock) -> None:
-    """The parts of a step have to add up to it."""
+    """Bug: parts add up to more than the step."""
     phases = Phases("cpu")
     with phases("loss"):
         clock.now += 1.0
@@ -68,7 +68,7 @@ def test_a_phase_that_raises_ends(clock: Clock) -> None:
     assert seconds(phases) == {"phase/forward": 1.0, "phase/loss": 4.0}
 
 
-def test_what_was_counted_before_the_beginning_is_forgotten(clock: Clock) -> None:
+def test_begin_clears_earlier_times(clock: Clock) -> None:
     phases = Phases("cpu")
     with phases("forward"):
         clock.now += 1.0
@@ -79,8 +79,8 @@ def test_what_was_counted_before_the_beginning_is_forgotten(clock: Clock) -> Non
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_time_is_that_of_the_kernels_and_not_of_their_launch() -> None:
-    """Bug: a host clock, which sees a launch in the first phase and all of the work where the host waits for it."""
+def test_on_a_gpu_phases_measure_kernels_and_not_their_launch() -> None:
+    """Bug: a host clock, which measures a launch in the first phase and all work in the phase that waits."""
     phases = Phases("cuda")
     matrix = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
@@ -92,6 +92,6 @@ def test_on_a_gpu_the_time_is_that_of_the_kernels_and_not_of_their_launch() -> N
         pass
     torch.cuda.synchronize()
     elapsed = time.perf_counter() - start
-    taken = seconds(phases)
-    assert 0.5 * elapsed < taken["phase/work"] < 1.1 * elapsed
-    assert taken["phase/idle"] < 0.1 * elapsed
+    times = seconds(phases)
+    assert 0.5 * elapsed < times["phase/work"] < 1.1 * elapsed
+    assert times["phase/idle"] < 0.1 * elapsed

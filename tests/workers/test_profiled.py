@@ -1,4 +1,4 @@
-"""What a training step asks of a real GPU, against the budgets that hold on a pretended one."""
+"""The work of a training step on a real GPU, against the budgets for the pretended GPU."""
 
 import pytest
 
@@ -7,25 +7,25 @@ from tests.workers.test_counted import COPIES, KERNELS
 
 pytestmark = pytest.mark.world
 
-OF_THE_DEVICE = 1.5
-"""Kernels of a real GPU for one operation that is counted: a sum may take two, FSDP copies what it gathers."""
+KERNELS_PER_OPERATION = 1.5
+"""Kernels of a real GPU per counted operation: a sum may take two, and FSDP copies gathered shards."""
 
 
 def test_the_program_sees_a_step() -> None:
-    """On a CPU, where it counts operations. Bug: a program that is run for the first time where a GPU is at hand."""
-    found = main("cpu", [])
-    assert found["microbatches"] > 1
-    assert found["kernels"] > 100
-    assert found["waits"] == found["copies"] == {}
+    """Bug: the program fails, which only a machine with a GPU would show. On a CPU it counts operations."""
+    counts = main("cpu", [])
+    assert counts["microbatches"] > 1
+    assert counts["kernels"] > 100
+    assert counts["waits"] == counts["copies"] == {}
 
 
 @pytest.mark.gpu
 def test_a_step_stays_within_the_budgets() -> None:
-    """Bugs: kernels or waits that the pretended GPU does not see, such as those of collectives and optimizers."""
-    found = main("cuda", [])
-    microbatches = found["microbatches"]
-    assert found["kernels"] <= OF_THE_DEVICE * KERNELS["p_kl"] * microbatches, found
-    assert sum(found["waits"].values()) <= 2 * microbatches, found
-    pageable = sum(number for name, number in found["copies"].items() if "Pageable" in name and "HtoD" in name)
-    assert pageable == 0, found
-    assert sum(number for name, number in found["copies"].items() if "HtoD" in name) <= COPIES * microbatches, found
+    """Bugs: kernels or waits that the pretended GPU does not see, as in collectives and optimizers."""
+    counts = main("cuda", [])
+    microbatches = counts["microbatches"]
+    assert counts["kernels"] <= KERNELS_PER_OPERATION * KERNELS["p_kl"] * microbatches, counts
+    assert sum(counts["waits"].values()) <= 2 * microbatches, counts
+    pageable = sum(number for name, number in counts["copies"].items() if "Pageable" in name and "HtoD" in name)
+    assert pageable == 0, counts
+    assert sum(number for name, number in counts["copies"].items() if "HtoD" in name) <= COPIES * microbatches, counts

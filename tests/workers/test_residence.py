@@ -1,6 +1,6 @@
-"""Models that leave the device: values come back, host memory is allocated once, frozen weights are copied once.
+"""Offloaded models: values come back, host memory is allocated once, frozen weights are copied once.
 
-The host stands for the device: storages are emptied and filled alike. On a GPU: tests/training/test_gpu.py.
+The host stands for the device: its storages are emptied and filled in the same way. On GPUs: tests/training/test_gpu.py.
 """
 
 from collections import Counter
@@ -42,87 +42,95 @@ def held_bytes(tensors: Iterator[Tensor]) -> int:
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 7), nn.Linear(7, 10, bias=False))
-    made[2].weight = nn.Parameter(torch.randn(10, 7))
-    return made
+    layers = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 7), nn.Linear(7, 10, bias=False))
+    layers[2].weight = nn.Parameter(torch.randn(10, 7))
+    return layers
 
 
 @pytest.mark.parametrize("block", [2**28, 64, 100])
 def test_values_leave_and_come_back_to_the_same_tensors(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """Bugs: bytes in the wrong place where a storage is in two blocks; views and ties that are copies afterwards."""
+    """Bugs: bytes in the wrong place if a storage spans two blocks; views and tied weights become copies."""
     monkeypatch.setattr(host, "_BLOCK_BYTES", block)
-    own = model()
-    view, tied = own[1].weight[2:4], nn.Parameter(own[0].weight.data)
-    expected = [parameter.detach().clone() for parameter in (*own.parameters(), tied)]
+    layers = model()
+    view, tied = layers[1].weight[2:4], nn.Parameter(layers[0].weight.data)
+    expected = [parameter.detach().clone() for parameter in (*layers.parameters(), tied)]
     copy = HostCopy()
     for _ in range(3):
-        copy.hold([*own.parameters(), tied])
-        assert held_bytes(own.parameters()) == 0
+        copy.hold([*layers.parameters(), tied])
+        assert held_bytes(layers.parameters()) == 0
         copy.restore()
-        for parameter, value in zip((*own.parameters(), tied), expected, strict=True):
+        for parameter, value in zip((*layers.parameters(), tied), expected, strict=True):
             assert torch.equal(parameter, value)
         assert torch.equal(view, expected[1][2:4])
     tied.data.add_(1)
-    assert torch.equal(own[0].weight, expected[0] + 1)
+    assert torch.equal(layers[0].weight, expected[0] + 1)
 
 
-def test_memory_is_allocated_once_and_what_is_frozen_copied_once() -> None:
-    """Bugs: host memory that is allocated each step; weights of a teacher that are copied back unchanged."""
-    own = model()
-    own[0].requires_grad_(False)
-    frozen = own[0].weight.nbytes
-    trained = sum(parameter.nbytes for parameter in own.parameters()) - frozen
+def test_memory_is_allocated_once_and_frozen_weights_are_copied_once() -> None:
+    """Bugs: host memory is allocated in each step; unchanged weights of a teacher are copied to the host."""
+    layers = model()
+    layers[0].requires_grad_(False)
+    frozen = layers[0].weight.nbytes
+    trained = sum(parameter.nbytes for parameter in layers.parameters()) - frozen
     copy = HostCopy()
     seen = []
     for step in range(3):
-        with Copies() as left:
-            copy.hold(own.parameters())
-        with Copies() as came:
+        with Copies() as hold_copies:
+            copy.hold(layers.parameters())
+        with Copies() as restore_copies:
             copy.restore()
-        seen.append((left.allocations, left.num_bytes, came.allocations, came.num_bytes, came.number))
+        seen.append(
+            (
+                hold_copies.allocations,
+                hold_copies.num_bytes,
+                restore_copies.allocations,
+                restore_copies.num_bytes,
+                restore_copies.number,
+            )
+        )
         with torch.no_grad():
-            own[1].weight.fill_(step)
+            layers[1].weight.fill_(step)
     assert seen == [(1, frozen + trained, 0, frozen + trained, 4), *[(0, trained, 0, frozen + trained, 4)] * 2]
-    copy.hold(own.parameters())
+    copy.hold(layers.parameters())
     copy.restore()
-    assert (own[1].weight == 2).all()
+    assert (layers[1].weight == 2).all()
 
 
-def test_a_sharded_model_trains_as_if_it_had_not_left() -> None:
-    """Bugs: FSDP2's own views of its shards left empty; a padded shard that is moved; moments of another step."""
+def test_a_sharded_model_trains_the_same_with_offload() -> None:
+    """Bugs: FSDP2's views of its shards stay empty; a padded shard is moved; moments of another step."""
 
     def train(leaves: bool) -> list[Tensor]:
         with alone():
-            own = model()
+            sharded = model()
             mesh = init_device_mesh("cpu", (1,))
-            for layer in (*own, own):
+            for layer in (*sharded, sharded):
                 fully_shard(layer, mesh=mesh)
-            optimizer = torch.optim.AdamW(own.parameters(), lr=0.1)
+            optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
             weights, moments = HostCopy(), HostCopy()
             for step in range(4):
                 if leaves:
-                    for unit in (*own, own):
+                    for unit in (*sharded, sharded):
                         unit.reshard()
-                    weights.hold(own.parameters())
+                    weights.hold(sharded.parameters())
                     moments.hold(host._moments(optimizer))
-                    assert held_bytes(own.parameters()) == held_bytes(host._moments(optimizer)) == 0
+                    assert held_bytes(sharded.parameters()) == held_bytes(host._moments(optimizer)) == 0
                     moments.restore()
                     weights.restore()
-                own(torch.arange(10) * step % 7).square().sum().backward()
+                sharded(torch.arange(10) * step % 7).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            return [parameter.full_tensor().clone() for parameter in own.parameters()]  # type: ignore[attr-defined]
+            return [parameter.full_tensor().clone() for parameter in sharded.parameters()]  # type: ignore[attr-defined]
 
-    for left, stayed in zip(train(True), train(False), strict=True):
-        assert torch.equal(left, stayed)
+    for offloaded, stayed in zip(train(True), train(False), strict=True):
+        assert torch.equal(offloaded, stayed)
 
 
 def test_a_shard_of_uneven_parts() -> None:
-    """Bug: rank 3 of 4 has one of ten rows, padded to three."""
+    """Bug: values of a padded shard are lost. Rank 3 of 4 has one of ten rows, padded to three."""
     with as_rank(3, 4):
-        own = model()[0]
-        fully_shard(own, mesh=init_device_mesh("cpu", (4,)))
-        (weight,) = own.parameters()
+        embedding = model()[0]
+        fully_shard(embedding, mesh=init_device_mesh("cpu", (4,)))
+        (weight,) = embedding.parameters()
         expected = weight.to_local().clone()  # type: ignore[attr-defined]
         copy = HostCopy()
         copy.hold([weight])
@@ -132,7 +140,7 @@ def test_a_shard_of_uneven_parts() -> None:
 
 
 class OnGPU(nn.Linear):
-    """A layer that counts how often it is sent to a device."""
+    """A layer that counts calls of `to`."""
 
     moves = 0
 
@@ -155,45 +163,45 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize(("offload", "empties_cache"), [(True, True), (True, False), (False, True), (False, False)])
-def test_one_wait_and_no_emptied_cache_where_all_fits(
+def test_one_wait_per_use_and_an_emptied_cache_only_if_needed(
     monkeypatch: pytest.MonkeyPatch, offload: bool, empties_cache: bool
 ) -> None:
-    """Bugs: a wait for each tensor; memory that nobody needs given back to the driver and asked for again each step."""
-    own = OnGPU(3, 3)
-    optimizer = torch.optim.AdamW(own.parameters())
-    place = DeviceOffload(own, "cuda", offload=offload, empties_cache=empties_cache, optimizer=optimizer)
+    """Bugs: a wait for each tensor; memory is returned to the driver and allocated again in each step."""
+    layer = OnGPU(3, 3)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    place = DeviceOffload(layer, "cuda", offload=offload, empties_cache=empties_cache, optimizer=optimizer)
     with calls(monkeypatch) as seen:
         for step in range(3):
             with place.use(optimizer=True):
-                own(torch.ones(3)).sum().backward()
+                layer(torch.ones(3)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            assert (held_bytes(own.parameters()) == 0) == offload
+            assert (held_bytes(layer.parameters()) == 0) == offload
             assert (held_bytes(host._moments(optimizer)) == 0) == offload
             with place.use():
-                assert held_bytes(own.parameters()) > 0
+                assert held_bytes(layer.parameters()) > 0
                 assert (held_bytes(host._moments(optimizer)) == 0) == offload
             assert seen == Counter(waits=2 * (step + 1) * offload, empties=2 * (step + 1) * empties_cache)
-    assert own.moves == offload
+    assert layer.moves == offload
 
 
-def test_the_model_leaves_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = OnGPU(3, 3)
-    expected = own.weight.detach().clone()
-    place = DeviceOffload(own, "cuda", offload=True, empties_cache=False)
+def test_the_model_is_offloaded_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = OnGPU(3, 3)
+    expected = layer.weight.detach().clone()
+    place = DeviceOffload(layer, "cuda", offload=True, empties_cache=False)
     with calls(monkeypatch):
         with pytest.raises(KeyError), place.use():
             raise KeyError
-        assert held_bytes(own.parameters()) == 0
+        assert held_bytes(layer.parameters()) == 0
         with place.use():
-            assert torch.equal(own.weight, expected)
+            assert torch.equal(layer.weight, expected)
 
 
 def test_on_a_cpu_nothing_moves() -> None:
-    own = OnGPU(3, 3)
+    layer = OnGPU(3, 3)
     with Copies() as copies:
         for _ in range(2):
-            with DeviceOffload(own, "cpu", offload=True, empties_cache=False).use(optimizer=True):
-                own(torch.ones(3))
-    assert (own.moves, copies.number) == (0, 0)
-    assert held_bytes(own.parameters()) > 0
+            with DeviceOffload(layer, "cpu", offload=True, empties_cache=False).use(optimizer=True):
+                layer(torch.ones(3))
+    assert (layer.moves, copies.number) == (0, 0)
+    assert held_bytes(layer.parameters()) > 0

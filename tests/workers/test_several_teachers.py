@@ -1,6 +1,6 @@
 """Several teachers in the workers: methods.md §6 for all cuts of a batch, in training and validation.
 
-A learning rate of 1e-12 leaves the student unchanged, so that validation after the step has the same logits.
+A learning rate of 1e-12 leaves the student unchanged, so validation after the step has the same logits.
 Tolerance as in test_invariance; a wrong gradient shows in its norm.
 """
 
@@ -67,7 +67,7 @@ class Case:
     point: dict[str, float]
     """Values of the reference."""
     says: list[float]
-    """Mean weight of a sequence, or share of the sequences, by teacher."""
+    """Mean weight in a sequence, or share of the sequences, of each teacher."""
     objectives: tuple[Tensor, Tensor]
     """Weighted gradients of KD and CE."""
     by_grid: dict[tuple[int, int], Trained]
@@ -77,9 +77,9 @@ class Case:
 class Runs:
     cases: dict[str, Case]
     compared: dict[int, Trained]
-    """Results by ranks with static weights, separate gradients and a larger learning rate."""
+    """Results with static weights, compared gradients and a larger learning rate, keyed by the number of ranks."""
     plain: Trained
-    """The same without separate gradients."""
+    """Result on two ranks without compared gradients."""
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(tiny: Tiny, documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("several_runs")
-    whole = {mode: make_plan(tiny, documents, 1, *MODES[mode]) for mode in MODES}
-    plans = {(mode, size): with_micro_batch_size(whole[mode], size) for mode in MODES for _, size in GRIDS}
+    mode_plans = {mode: make_plan(tiny, documents, 1, *MODES[mode]) for mode in MODES}
+    plans = {(mode, size): with_micro_batch_size(mode_plans[mode], size) for mode in MODES for _, size in GRIDS}
     batches = {mode: first_batches(plans[mode, 1], 1) for mode in ("static", "routed")}
     moving = make_plan(tiny, documents, 2, *MODES["static"], *LEARNS)
     results: dict[tuple[str, int, int], Trained] = {}
@@ -108,7 +108,7 @@ def runs(tiny: Tiny, documents: Path, tmp_path_factory: pytest.TempPathFactory) 
         *done, compared[num_ranks], plain = in_world(num_ranks, train, [*jobs, *more], folder / str(num_ranks))
         results |= dict(zip(grids, done, strict=True))
     cases = {}
-    for mode, plan in whole.items():
+    for mode, plan in mode_plans.items():
         batch = batches.get(mode, batches["static"])[0]
         cases[mode] = case(plan, batch, {grid: results[mode, *grid] for grid in GRIDS})
     return Runs(cases, compared, plain)
@@ -126,9 +126,13 @@ def case(plan: Plan, batch: Batch, by_grid: dict[tuple[int, int], Trained]) -> C
     texts = [trainer.read(run, student, teachers, row) for row in rows]
     total, point = trainer.objective(run, texts, 1.0)
     kd = run["loss"]["kd_weight"] * trainer.kd(run, texts)[0]
-    chosen = trainer.select_teachers(run["aggregation"], texts)
+    choices = trainer.select_teachers(run["aggregation"], texts)
     says = [
-        sum(trainer.teacher_weight(run, i, one) for one, c in zip(texts, chosen, strict=True) if c in (None, i))
+        sum(
+            trainer.teacher_weight(run, i, text)
+            for text, choice in zip(texts, choices, strict=True)
+            if choice in (None, i)
+        )
         / len(texts)
         for i in range(len(teachers))
     ]
@@ -136,7 +140,7 @@ def case(plan: Plan, batch: Batch, by_grid: dict[tuple[int, int], Trained]) -> C
 
 
 def gradient_of(model: PreTrainedModel, loss: Tensor) -> Tensor:
-    """Return the whole gradient as one vector."""
+    """Return the full gradient as one vector."""
     gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     return torch.cat([gradient.flatten() for gradient in gradients])
 
@@ -144,9 +148,9 @@ def gradient_of(model: PreTrainedModel, loss: Tensor) -> Tensor:
 @pytest.mark.parametrize("phase", ["train", "val"])
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("mode", MODES)
-def test_totals_are_those_of_a_plain_oracle(runs: Runs, mode: str, grid: tuple[int, int], phase: str) -> None:
-    """Bugs: weights of other rows, a choice made per rank or microbatch, a mean of means where units count alike (or
-    the other way round), weights that change a normalizer, validation by another rule than training."""
+def test_totals_equal_the_references(runs: Runs, mode: str, grid: tuple[int, int], phase: str) -> None:
+    """Bugs: weights of other rows; a choice per rank or microbatch; a mean of means instead of a mean of units, or the
+    reverse; weights that change a normalizer; validation by another rule than training."""
     case = runs.cases[mode]
     trained = case.by_grid[grid]
     raw = trained.curve[0] if phase == "train" else trained.evaluation
@@ -165,14 +169,14 @@ def test_totals_are_those_of_a_plain_oracle(runs: Runs, mode: str, grid: tuple[i
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("mode", MODES)
-def test_gradient_is_that_of_the_total(runs: Runs, mode: str, grid: tuple[int, int]) -> None:
+def test_the_gradient_norm_equals_the_references(runs: Runs, mode: str, grid: tuple[int, int]) -> None:
     case = runs.cases[mode]
     norm = float(sum(case.objectives).norm())
     assert case.by_grid[grid].curve[0]["grad_norm"] == pytest.approx(norm, rel=RTOL)
 
 
 def test_both_teachers_have_a_say(runs: Runs) -> None:
-    """The tests above prove something only where choices and weights differ between sequences."""
+    """Without this the tests above prove little: choices and weights must differ between sequences."""
     assert runs.cases["batch"].says in ([1, 0], [0, 1])
     for mode in ("bits_per_byte", "entropy", "max_probability", "sequence"):
         assert min(runs.cases[mode].says) > 0.02, mode
@@ -180,8 +184,8 @@ def test_both_teachers_have_a_say(runs: Runs) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_two_gradients_are_those_of_autograd(runs: Runs, num_ranks: int) -> None:
-    """Bugs: norms or products of one rank's shards, gradients without the weights they are trained with, after
-    clipping, or of one microbatch. The cosine is bounded by 1, so its error is absolute."""
+    """Bugs: norms or products of one rank's shards; gradients without kd_weight and ce_weight, after clipping, or of a
+    microbatch. The cosine is at most 1, so its tolerance is absolute."""
     kd, ce = runs.cases["static"].objectives
     values = runs.compared[num_ranks].curve[0]
     assert values["kd_grad_norm"] == pytest.approx(float(kd.norm()), rel=RTOL)
@@ -201,7 +205,7 @@ def test_comparing_gradients_changes_no_update(runs: Runs, num_ranks: int) -> No
 
 
 def test_averaged_logits(tiny: Tiny, documents: Path, tmp_path: Path) -> None:
-    """KL from softmax(Σ w z / Σ w), which is no mean of the teachers' KLs."""
+    """KL from softmax(Σ w z / Σ w). Bug: the mean of the teachers' KLs."""
     plan = make_plan(
         tiny,
         documents,
@@ -214,14 +218,14 @@ def test_averaged_logits(tiny: Tiny, documents: Path, tmp_path: Path) -> None:
     )
     (batch,) = first_batches(plan, 1)
     (trained,) = in_world(1, train, [Training(plan, [batch])], tmp_path)
-    student, other = load(str(tiny.student)), load(str(tiny.teacher_same))
+    student, teacher = load(str(tiny.student)), load(str(tiny.teacher_same))
     total, units = 0.0, 0
     for ids, length in zip(batch.student.ids, batch.student.lengths.tolist(), strict=True):
         with torch.no_grad():
-            z = [model(input_ids=ids[None, :length]).logits[0, :-1] for model in (student, other)]
-        own = z[0].double().log_softmax(-1)
+            z = [model(input_ids=ids[None, :length]).logits[0, :-1] for model in (student, teacher)]
+        log_p = z[0].double().log_softmax(-1)
         mean = ((0.3 * z[0].double() + 0.6 * z[1].double()) / 0.9).log_softmax(-1)
-        total += float((mean.exp() * (mean - own)).sum())
+        total += float((mean.exp() * (mean - log_p)).sum())
         units += length - 1
     for raw, phase in ((trained.curve[0], "train"), (trained.evaluation, "val")):
         assert raw["kd"] == pytest.approx(total / units, rel=RTOL)

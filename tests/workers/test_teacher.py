@@ -1,4 +1,4 @@
-"""A teacher's output gives the logits of transformers without padding of the head, and its answers are the same."""
+"""A teacher's output and greedy answers equal those of transformers, without the padding of the head."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Scored:
-    """Results by batch and teacher."""
+    """Results for each batch and teacher."""
 
     handles: list[tuple[OutputHandle, ...]]
     logits: list[list[Tensor]]
@@ -53,14 +53,14 @@ def score(job: Scoring) -> Scored:
                     for group, rows in zip(models.teachers, batch.teachers, strict=True)
                 )
             )
-            made = [
+            outputs = [
                 windows([handle], ALONE, rows.tokens.packed_lengths)[0].rows(
                     receiver, slice(None), rows.tokens.ids.shape[1]
                 )
                 for handle, rows in zip(handles[-1], batch.teachers, strict=True)
             ]
-            logits.append([whole(rows, size) for rows, size in zip(made, sizes, strict=True)])
-            dtypes.append([each.leaves[0].dtype for each in made if isinstance(each, PackedLogits)])
+            logits.append([all_logits(rows, size) for rows, size in zip(outputs, sizes, strict=True)])
+            dtypes.append([rows.leaves[0].dtype for rows in outputs if isinstance(rows, PackedLogits)])
     return Scored(handles, logits, dtypes)
 
 
@@ -72,7 +72,7 @@ def in_twos(tokens: TokenRows) -> list[slice]:
     return [slice(start, start + 2) for start in range(0, len(tokens), 2)]
 
 
-def whole(rows: LogitRows, size: int) -> Tensor:
+def all_logits(rows: LogitRows, size: int) -> Tensor:
     """Return all logits [B, T, W]."""
     assert rows.shape[2] == size
     return rows.read(torch.arange(rows.shape[0] * rows.shape[1]), size).view(rows.shape).clone()
@@ -92,9 +92,12 @@ def scoring(request: pytest.FixtureRequest, tiny: Tiny, tmp_path_factory: pytest
 
 
 @pytest.mark.parametrize("teacher", [0, 1])
-def test_logits_are_those_of_transformers(scoring, teacher: int) -> None:
-    """One sequence at a time and unpadded. A batch may group sums otherwise, and in bf16 each layer rounds to 2⁻⁸: some
-    roundings of the largest logit altogether. Bugs: rows or positions of another microbatch, padding attended to."""
+def test_logits_equal_those_of_transformers(scoring, teacher: int) -> None:
+    """Bugs: rows or positions of another microbatch; attention to padding.
+
+    Tolerance: a batch may group sums differently, and in bf16 each layer rounds to 2⁻⁸, in all about four roundings of
+    the largest logit.
+    """
     plan, batches, scored = scoring
     settings = plan.config.teachers[teacher]
     dtype = getattr(torch, settings.dtype)
@@ -113,7 +116,7 @@ def test_logits_are_those_of_transformers(scoring, teacher: int) -> None:
 
 
 def test_columns_beyond_the_tokenizer_are_not_handed_over(scoring, tiny: Tiny) -> None:
-    """The cross-tokenizer teacher's head is 20 wider than its tokenizer."""
+    """The cross-tokenizer teacher's head has 20 rows more than its tokenizer has tokens."""
     _, batches, scored = scoring
     size = len(AutoTokenizer.from_pretrained(tiny.teacher_cross))
     assert AutoModelForCausalLM.from_pretrained(tiny.teacher_cross).config.vocab_size == size + 20
@@ -121,14 +124,14 @@ def test_columns_beyond_the_tokenizer_are_not_handed_over(scoring, tiny: Tiny) -
         assert logits[0].shape == (*batch.teachers[0].tokens.ids.shape, size)
 
 
-def test_what_is_handed_over_is_of_the_teachers_precision(scoring) -> None:
+def test_output_has_the_teachers_dtype(scoring) -> None:
     plan, _, scored = scoring
     for dtypes in scored.dtypes:
         assert dtypes == [getattr(torch, teacher.dtype) for teacher in plan.config.teachers]
 
 
 def test_buffer_persists_across_steps(scoring) -> None:
-    """Bug: memory that is mapped again in every step. A larger batch is a new allocation, a smaller one is not."""
+    """Bug: memory is mapped again in every step. A larger batch is a new allocation, a smaller one is not."""
     _, _, scored = scoring
     for teacher in (0, 1):
         handles = [of_batch[teacher].output for of_batch in scored.handles]
@@ -160,7 +163,7 @@ class Asking:
 class Said:
     completions: list[Completion]
     quality: tuple[float, float]
-    """Nats of texts before and after generating."""
+    """Nats of texts before and after generation."""
 
 
 def ask(job: Asking) -> Said:
@@ -172,21 +175,21 @@ def ask(job: Asking) -> Said:
         transport="shared_memory",
         handoff="hidden_states",
     )
-    before = worker.token_nats(job.tokens, in_twos(job.tokens)).sum()
+    initial = worker.token_nats(job.tokens, in_twos(job.tokens)).sum()
     completions = worker.generate(job.requests, Sampling(temperature=0), job.ends, BatchLimit(2))
-    quality = (float(before), float(worker.token_nats(job.tokens, in_twos(job.tokens)).sum()))
+    quality = (float(initial), float(worker.token_nats(job.tokens, in_twos(job.tokens)).sum()))
     worker.close()
     return Said(completions, quality)
 
 
 CUT = ("{tp: 1}", "{tp: 2, sequence_parallel: true}")
-"""Parallelism over two ranks: sharded, or tensor parallel with shared positions."""
+"""Parallelism over two ranks: sharded, or tensor parallel with sequence parallelism."""
 NEW = 12
 
 
-def test_it_answers_as_transformers_does(tiny: Tiny, tmp_path) -> None:
-    """Likeliest tokens, of the teacher's own tokenizer. Bugs: a head's padding that is said, ends of the student's
-    tokenizer, prompts that attend to what pads them, a model that is left otherwise than it was."""
+def test_greedy_answers_equal_those_of_transformers(tiny: Tiny, tmp_path) -> None:
+    """Greedy tokens of the teacher's tokenizer. Bugs: ids in the head's padding; the student's end tokens; attention to
+    padding before prompts; a model that generation has changed."""
     options = ("cluster.cpu_ranks=2", "teachers.0.dtype=float32")
     plans = [plan_of(tiny.overrides(*options, f"teachers.0.parallelism={cut}")) for cut in CUT]
     tokenizer = AutoTokenizer.from_pretrained(tiny.teacher_cross)
@@ -196,20 +199,22 @@ def test_it_answers_as_transformers_does(tiny: Tiny, tmp_path) -> None:
     requests = [Request(np.array(ids, np.int32), NEW, seed=0) for ids in prompts]
     tokens = first_batches(plans[0], 1)[0].teachers[0].tokens
 
-    said = rank_zero(2, ask, [Asking(plan, requests, ends, tokens) for plan in plans], tmp_path / "world")
+    answers = rank_zero(2, ask, [Asking(plan, requests, ends, tokens) for plan in plans], tmp_path / "world")
 
     assert max(map(max, free)) < len(tokenizer)
-    for each in said:
-        assert [made.ids.tolist() for made in each.completions] == [likeliest(tiny, ids, [*ends]) for ids in prompts]
-        assert len(each.completions[0].ids) < NEW
-        assert each.quality[0] == each.quality[1]
+    for answer in answers:
+        assert [completion.ids.tolist() for completion in answer.completions] == [
+            likeliest(tiny, ids, [*ends]) for ids in prompts
+        ]
+        assert len(answer.completions[0].ids) < NEW
+        assert answer.quality[0] == answer.quality[1]
 
 
 def likeliest(tiny: Tiny, ids: list[int], ends: list[int]) -> list[int]:
-    """Generate with transformers, one prompt at a time. The head has 20 rows more than the tokenizer has tokens."""
+    """Generate with transformers, without ids in the head's padding of 20 rows."""
     model: Any = AutoModelForCausalLM.from_pretrained(tiny.teacher_cross, dtype=torch.float32).eval()
     size = model.config.vocab_size
-    made = model.generate(
+    generated = model.generate(
         torch.tensor([ids]),
         max_new_tokens=NEW,
         do_sample=False,
@@ -217,4 +222,4 @@ def likeliest(tiny: Tiny, ids: list[int], ends: list[int]) -> list[int]:
         pad_token_id=0,
         suppress_tokens=list(range(size - 20, size)),
     )
-    return made[0, len(ids) :].tolist()
+    return generated[0, len(ids) :].tolist()
