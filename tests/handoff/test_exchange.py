@@ -13,7 +13,7 @@ from nemo_opd.handoff.link import Exchange, ExchangePlanner
 from nemo_opd.handoff.outputs import windows
 from nemo_opd.handoff.slices import LayoutPair, Payload, Traffic, planned_traffic
 from tests.handoff.counting import EXPORTED
-from tests.handoff.places import filled
+from tests.handoff.places import colocated, filled
 from tests.handoff.teacher_ranks import (
     HIDDEN,
     LAYOUTS,
@@ -91,7 +91,7 @@ def test_every_rank_reads_its_rows(student: Layout, teacher: Layout, places: str
 
 
 def test_nothing_is_sent_on_a_node(stack: ExitStack) -> None:
-    sides = LayoutPair(Layout(2), Layout(1, 1, 2), filled(2, 8), filled(2, 8))
+    sides = colocated(Layout(2), Layout(1, 1, 2), 8)
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
 
     assert ExchangePlanner(2).plan(windows(ranks.write(output()), sides, LENGTHS)).is_empty

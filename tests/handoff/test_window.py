@@ -11,11 +11,10 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff import outputs
 from nemo_opd.handoff.outputs import HiddenStatesWriter, windows
-from nemo_opd.handoff.slices import LayoutPair
 from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.logits.sources import PackedLogits, SideBySideLogits
 from tests.handoff.counting import EXPORTED, CountingReceiver, CountingSender
-from tests.handoff.places import filled
+from tests.handoff.places import colocated
 from tests.handoff.teacher_ranks import (
     HIDDEN,
     LAYOUTS,
@@ -34,6 +33,9 @@ from tests.handoff.teacher_ranks import (
 )
 
 KINDS = ("hidden_states", "logits")
+NODE = 8
+TWO_FOR_ONE = colocated(Layout(1), Layout(2), NODE)
+"""A teacher of two data-parallel ranks and a student on the device of the first."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,20 +49,11 @@ def stack() -> Iterator[ExitStack]:
         yield entered
 
 
-def two_for_one() -> LayoutPair:
-    """Return a teacher of two data-parallel ranks and a student on the device of the first."""
-    return LayoutPair(Layout(1), Layout(2), filled(1, 8), filled(2, 8))
-
-
-def sides_of(student: Layout, teacher: Layout) -> LayoutPair:
-    return LayoutPair(student, teacher, filled(student.size, 8), filled(teacher.size, 8))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("student", "teacher"), LAYOUTS, ids=str)
 def test_every_rank_reads_its_rows(kind: Kind, student: Layout, teacher: Layout, stack: ExitStack) -> None:
     """Two batches, the second of more rows. Bugs: a stale mapping, a wrong row, an export taken twice or never."""
-    sides = sides_of(student, teacher)
+    sides = colocated(student, teacher, NODE)
     ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
     reading = receivers(stack, student.size)
     for seed, lengths in enumerate((LENGTHS, LENGTHS[::-1] + LENGTHS)):
@@ -78,7 +71,7 @@ def test_the_heads_rows_are_in_the_requested_order(stack: ExitStack, monkeypatch
     """Bug: rows are read from the block of the head in which they end up."""
     monkeypatch.setattr(outputs, "_REORDERED_ROWS", 3)
     order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))
-    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides_of(Layout(1), Layout(1)))))
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", colocated(Layout(1), Layout(1), NODE))))
     ranks.writers[0] = HiddenStatesWriter(
         CountingSender, VOCAB, HIDDEN, torch.float64, columns=range(PADDED_VOCAB), order=order.numpy()
     )
@@ -88,7 +81,7 @@ def test_the_heads_rows_are_in_the_requested_order(stack: ExitStack, monkeypatch
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_microbatches_are_parts_of_the_window(kind: Kind, stack: ExitStack) -> None:
-    sides = sides_of(Layout(3), Layout(1, 2, 1))
+    sides = colocated(Layout(3), Layout(1, 2, 1), NODE)
     ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
     written = output()
     for rank, (window, receiver) in enumerate(
@@ -103,7 +96,7 @@ def test_microbatches_are_parts_of_the_window(kind: Kind, stack: ExitStack) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [Layout(2), Layout(1)], ids=str)
 def test_equal_layouts_copy_nothing(kind: Kind, layout: Layout, stack: ExitStack) -> None:
-    sides = sides_of(layout, layout)
+    sides = colocated(layout, layout, NODE)
     ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
     reading = receivers(stack, layout.size)
     for window, receiver in zip(windows(ranks.write(output()), sides, LENGTHS), reading, strict=True):
@@ -117,7 +110,7 @@ def test_equal_layouts_copy_nothing(kind: Kind, layout: Layout, stack: ExitStack
 
 def test_a_microbatch_within_one_buffer_is_a_view_although_the_window_has_two(stack: ExitStack) -> None:
     """Bug: all rows of a window are copied if it has more than one buffer."""
-    sides = two_for_one()
+    sides = TWO_FOR_ONE
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     (window,), (receiver,) = windows(ranks.write(output()), sides, LENGTHS), receivers(stack, 1)
     half = len(LENGTHS) // 2
@@ -131,7 +124,7 @@ def test_a_microbatch_within_one_buffer_is_a_view_although_the_window_has_two(st
 
 def test_shards_of_the_head_are_not_joined(stack: ExitStack) -> None:
     """Bug: the shards of a head are concatenated, a copy of the head. With tp=2, hidden states need no copy either."""
-    sides = sides_of(Layout(2), Layout(1, 1, 2))
+    sides = colocated(Layout(2), Layout(1, 1, 2), NODE)
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     read_windows = windows(ranks.write(output()), sides, LENGTHS)
     for window, receiver in zip(read_windows, receivers(stack, 2), strict=True):
@@ -143,7 +136,7 @@ def test_shards_of_the_head_are_not_joined(stack: ExitStack) -> None:
 
 def test_a_head_on_another_device_is_copied_once(stack: ExitStack) -> None:
     """Bugs: the weight is read over the link for every chunk, or copied for every microbatch."""
-    sides = sides_of(Layout(1), Layout(1))
+    sides = colocated(Layout(1), Layout(1), NODE)
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     (receiver,), written = receivers(stack, 1), output()
     receiver.is_near = False
@@ -172,7 +165,7 @@ def test_a_device_that_cannot_read_mappings_gets_rows_by_microbatch_and_the_head
     kind: Kind, stack: ExitStack
 ) -> None:
     """Bugs: host memory as an operand of the device's kernels; all rows of a batch are copied for each microbatch."""
-    sides = two_for_one()
+    sides = TWO_FOR_ONE
     ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
     receiver, written = stack.enter_context(FarReceiver(0)), output()
     (window,) = windows(ranks.write(written), sides, LENGTHS)
@@ -187,7 +180,7 @@ def test_a_device_that_cannot_read_mappings_gets_rows_by_microbatch_and_the_head
 
 def test_slots_hold_several_batches(stack: ExitStack) -> None:
     """Bug: a teacher that is a batch ahead overwrites the batch that the student reads."""
-    sides = sides_of(Layout(2), Layout(1, 1, 2))
+    sides = colocated(Layout(2), Layout(1, 1, 2), NODE)
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides, num_slots=2)))
     first, head = output(0), output(0).head
     second = replace(output(1), head=head)
@@ -202,7 +195,7 @@ def test_slots_hold_several_batches(stack: ExitStack) -> None:
 
 def test_a_rank_without_readers_sends_no_head(stack: ExitStack) -> None:
     """Bug: each of many data-parallel ranks holds a copy of the head that is never read."""
-    sides = two_for_one()
+    sides = TWO_FOR_ONE
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     handles = ranks.write(output())
 

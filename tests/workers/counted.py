@@ -29,7 +29,7 @@ from nemo_opd.types import Batch
 from tests.pretend_gpu import NAME, OnDevice, counted
 from tests.tiny import Tiny, make_tiny
 from tests.workers import on_policy
-from tests.workers.local import first_batches, plan_of
+from tests.workers.local import first_batches, plan_of, with_micro_batch_size
 
 OFF_POLICY = {
     "p_kl": [],
@@ -77,7 +77,7 @@ def off_policy(tiny: Tiny, settings: list[str]) -> dict[str, Any]:
 
 def on_samples(tiny: Tiny, prompts: Path, loss: str) -> dict[str, Any]:
     """loss: one of `on_policy.LOSSES`."""
-    plan = on_policy.with_micro(on_policy.plan(tiny, prompts, *on_policy.LOSSES[loss]), 1)
+    plan = with_micro_batch_size(on_policy.plan(tiny, prompts, *on_policy.LOSSES[loss]), 1)
     return steps(plan, [on_policy.batch_of(plan, seed) for seed in (1, 2)])
 
 

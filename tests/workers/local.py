@@ -163,6 +163,12 @@ def plan_of(overrides: Sequence[str], config_name: str = DEMO) -> Plan:
     return preflight(compose(*overrides, config_name=config_name))
 
 
+def with_micro_batch_size(plan: Plan, size: int) -> Plan:
+    """Change the setting without preflight, which is slow."""
+    train = plan.config.train.model_copy(update={"micro_batch_size": size})
+    return replace(plan, config=plan.config.model_copy(update={"train": train}))
+
+
 def in_these_processes(plan: Plan) -> Plan:
     cluster = plan.config.cluster.model_copy(update={"launcher": "local"})
     return replace(plan, config=plan.config.model_copy(update={"cluster": cluster}))

@@ -1,7 +1,6 @@
 """On-policy runs of tiny models, and batches of random rollouts."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -139,8 +138,3 @@ def rollout_of(prompt: Prompt, sample: int, data: Prompts, random: np.random.Gen
     turns = np.array([[len(prompt_ids), len(ids)]], np.int32)
     responses = (data.student.renderer.text(response_ids[:-1]),)
     return Rollout(prompt, sample, ids, mask, logprobs, behaviour, turns, responses, (), "stop", 0)
-
-
-def with_micro(plan: Plan, size: int) -> Plan:
-    train = plan.config.train.model_copy(update={"micro_batch_size": size})
-    return replace(plan, config=plan.config.model_copy(update={"train": train}))

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.preflight.plan import Plan
-from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch, SampledRows, TeacherRows, TokenRows
 from tests.losses.plain import plain_maps, plain_term
 from tests.reference import trainer
@@ -25,6 +24,7 @@ def plain_run(plan: Plan, batches: Sequence[Rows], pieces: Sequence[Sequence[byt
     """Return the settings as plain values. pieces: bytes of each teacher's tokens, for losses that use them."""
     config = plan.config
     settings = config.model_dump(warnings=False)
+    projections = [teacher.projection for teacher in plan.teachers]
     teachers = [
         {
             "name": teacher.name,
@@ -33,9 +33,9 @@ def plain_run(plan: Plan, batches: Sequence[Rows], pieces: Sequence[Sequence[byt
             "vocab_size": plan.teachers[i].vocab_size,
             "is_same": teacher.type == "same_tokenizer",
             "term": plain_term(config.term(i)),
-            "maps": _maps(plan.teachers[i].projection, pieces[i] if pieces else ()),
+            "maps": projection and plain_maps(projection, pieces[i] if pieces else ()),
         }
-        for i, teacher in enumerate(config.active_teachers)
+        for i, (teacher, projection) in enumerate(zip(config.active_teachers, projections, strict=True))
     ]
     return {
         "student": {"model": config.student.model, "vocab_size": plan.student_vocab_size},
@@ -49,10 +49,6 @@ def plain_run(plan: Plan, batches: Sequence[Rows], pieces: Sequence[Sequence[byt
         "weighting_beta": None if config.reward is None else config.reward.weighting_beta,
         "batches": batches,
     }
-
-
-def _maps(projection: ProjectionMatrix | None, pieces: Sequence[bytes]) -> dict[str, Any] | None:
-    return None if projection is None else plain_maps(projection, pieces)
 
 
 def plain_rows(samples: Sequence[Sample], sampled: SampledRows | None, facts: Facts) -> Rows:

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from nemo_opd.preflight.plan import Plan
-from nemo_opd.types import Batch
 from tests.tiny import Tiny
 from tests.workers.local import (
     RTOL,
     WEIGHT_ATOL,
+    Training,
     evaluate,
     first_batches,
     in_world,
@@ -51,12 +51,6 @@ BUDGETS = {"default": (4, 13, 306_000), "tensor": (8, 17, 228_000)}
 
 
 @dataclass(frozen=True)
-class Job:
-    plan: Plan
-    batches: list[Batch]
-
-
-@dataclass(frozen=True)
 class Result:
     curve: list[dict[str, float]]
     evaluations: list[dict[str, float]]
@@ -88,7 +82,7 @@ class Sent(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def train(job: Job) -> Result:
+def train(job: Training) -> Result:
     curve, evaluations, gathers, reductions, sums = [], [], [], [], []
     with opened(job.plan) as models:
         for batch in job.batches:
@@ -110,7 +104,7 @@ def results(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
     plans = [plan(options) for options in OPTIONS.values()]
     # All jobs share the tensors: a process can receive 256 of them.
     batches = first_batches(plans[0], 3)
-    jobs = [Job(plan, batches) for plan in plans]
+    jobs = [Training(plan, batches) for plan in plans]
     trained = in_world(2, train, jobs, tmp_path_factory.mktemp("communication") / "world")
     return dict(zip(OPTIONS, trained, strict=True))
 

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from nemo_opd.preflight.plan import Plan
-from nemo_opd.types import Batch
 from tests.tiny import Tiny
-from tests.workers.local import RTOL, evaluate, first_batches, in_world, opened, plan_of, train_step
+from tests.workers.local import RTOL, Training, evaluate, first_batches, in_world, opened, plan_of, train_step
 
 pytestmark = pytest.mark.world
 
@@ -39,12 +37,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Job:
-    plan: Plan
-    batches: list[Batch]
-
-
-@dataclass(frozen=True)
 class Result:
     curve: list[dict[str, float]]
     evaluation: dict[str, float]
@@ -52,7 +44,7 @@ class Result:
     """Number of graphs after each step, and after the evaluation."""
 
 
-def train(job: Job) -> Result:
+def train(job: Training) -> Result:
     curve, graphs = [], []
     with opened(job.plan) as models:
         for batch in job.batches:
@@ -73,7 +65,7 @@ def test_the_curve_is_the_same_and_every_length_has_one_graph(tiny: Tiny, tmp_pa
     batches = first_batches(plan, STEPS)
     student = plan.config.student.model_copy(update={"compile": True})
     with_compiler = replace(plan, config=plan.config.model_copy(update={"student": student}))
-    plain, compiled = in_world(1, train, [Job(plan, batches), Job(with_compiler, batches)], tmp_path)
+    plain, compiled = in_world(1, train, [Training(plan, batches), Training(with_compiler, batches)], tmp_path)
     assert plain.graphs == [0] * (STEPS + 1)
     assert len({batch.student.ids.shape[1] for batch in batches}) > 1
     in_training, in_all = compiled.graphs[0], compiled.graphs[-1]
@@ -91,7 +83,7 @@ def test_teachers_are_compiled_too(tiny: Tiny, tmp_path: Path, fresh: None) -> N
     teachers = tuple(teacher.model_copy(update={"compile": True}) for teacher in plan.config.teachers)
     with_compiler = replace(plan, config=plan.config.model_copy(update={"teachers": teachers}))
 
-    plain, compiled = in_world(1, train, [Job(plan, batches), Job(with_compiler, batches)], tmp_path)
+    plain, compiled = in_world(1, train, [Training(plan, batches), Training(with_compiler, batches)], tmp_path)
 
     assert plain.graphs[0] == 0 < compiled.graphs[0]
     for name in ("kd/cross", "kd/same", "grad_norm"):

@@ -7,8 +7,8 @@ import torch
 
 from nemo_opd.types import Batch
 from tests.tiny import Tiny
-from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, in_world, train
-from tests.workers.on_policy import LOSSES, batch_of, plan, with_micro, write_prompts
+from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, in_world, train, with_micro_batch_size
+from tests.workers.on_policy import LOSSES, batch_of, plan, write_prompts
 from tests.workers.plain_trainer import load
 
 pytestmark = pytest.mark.world
@@ -29,13 +29,13 @@ def trained(tiny: Tiny, prompts: Path, tmp_path_factory: pytest.TempPathFactory)
     batches = {name: [batch_of(run_plan, seed) for seed in range(2)] for name, run_plan in plans.items()}
     results: dict[str, list[Trained]] = {name: [] for name in LOSSES}
     for ranks, micro in GRIDS:
-        jobs = [Training(with_micro(plans[name], micro), batches[name]) for name in LOSSES]
+        jobs = [Training(with_micro_batch_size(plans[name], micro), batches[name]) for name in LOSSES]
         folder = tmp_path_factory.mktemp("world") / f"{ranks}_{micro}"
         for name, result in zip(LOSSES, in_world(ranks, train, jobs, folder), strict=True):
             results[name].append(result)
     order = torch.tensor([4, 1, 6, 0, 3, 5, 2])
     jobs = [
-        Training(with_micro(run_plan, 1), [in_order(batch, order) for batch in batches[name]])
+        Training(with_micro_batch_size(run_plan, 1), [in_order(batch, order) for batch in batches[name]])
         for name, run_plan in plans.items()
     ]
     for name, result in zip(LOSSES, in_world(1, train, jobs, Path()), strict=True):

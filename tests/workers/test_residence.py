@@ -1,6 +1,6 @@
 """Offloaded models: values come back, host memory is allocated once, frozen weights are copied once.
 
-The host stands for the device: its storages are emptied and filled in the same way. On GPUs: tests/training/test_gpu.py.
+The host stands for the device: its storages are emptied and filled in the same way (GPUs: tests/training/test_gpu.py).
 """
 
 from collections import Counter

@@ -5,7 +5,7 @@ Tolerance as in test_invariance; a wrong gradient shows in its norm.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,17 @@ from nemo_opd.training.step_metrics import objective_values
 from nemo_opd.types import Batch, Last
 from tests.reference import trainer
 from tests.tiny import SENTENCES, Tiny
-from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, first_batches, in_world, plan_of, train
+from tests.workers.local import (
+    RTOL,
+    WEIGHT_ATOL,
+    Trained,
+    Training,
+    first_batches,
+    in_world,
+    plan_of,
+    train,
+    with_micro_batch_size,
+)
 from tests.workers.plain_trainer import load, plain_run, rows_of_batch
 
 pytestmark = pytest.mark.world
@@ -112,11 +122,6 @@ def runs(tiny: Tiny, documents: Path, tmp_path_factory: pytest.TempPathFactory) 
         batch = batches.get(mode, batches["static"])[0]
         cases[mode] = case(plan, batch, {grid: results[mode, *grid] for grid in GRIDS})
     return Runs(cases, compared, plain)
-
-
-def with_micro_batch_size(plan: Plan, size: int) -> Plan:
-    train = plan.config.train.model_copy(update={"micro_batch_size": size})
-    return replace(plan, config=plan.config.model_copy(update={"train": train}))
 
 
 def case(plan: Plan, batch: Batch, by_grid: dict[tuple[int, int], Trained]) -> Case:

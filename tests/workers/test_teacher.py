@@ -18,19 +18,13 @@ from nemo_opd.logits.sources import PackedLogits
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.rollout.requests import BatchLimit, Completion, Request, Sampling
 from nemo_opd.training.groups import column_order
-from nemo_opd.types import Batch, TokenRows
+from nemo_opd.types import TokenRows
 from nemo_opd.workers.teacher_worker import TeacherWorker
 from tests.tiny import Tiny
-from tests.workers.local import first_batches, in_world, on_ranks_of, opened, plan_of, rank_zero
+from tests.workers.local import Training, first_batches, in_world, on_ranks_of, opened, plan_of, rank_zero
 
 pytestmark = pytest.mark.world
 ALONE = LayoutPair(Layout(1), Layout(1), (Place(0, 0),), (Place(0, 0),))
-
-
-@dataclass(frozen=True)
-class Scoring:
-    plan: Plan
-    batches: list[Batch]
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,7 @@ class Scored:
     dtypes: list[list[torch.dtype]]
 
 
-def score(job: Scoring) -> Scored:
+def score(job: Training) -> Scored:
     sizes = [teacher.vocab_size for teacher in job.plan.teachers]
     handles, logits, dtypes = [], [], []
     with opened(job.plan) as models, SharedMemoryReceiver() as receiver:
@@ -87,7 +81,7 @@ def scoring(request: pytest.FixtureRequest, tiny: Tiny, tmp_path_factory: pytest
     options = ("train.micro_batch_size=2", f"teachers.0.dtype={dtype}", f"handoff={handoff}")
     plan = plan_of(tiny.overrides(*options))
     batches = first_batches(plan, 3)
-    (scored,) = in_world(1, score, [Scoring(plan, batches)], tmp_path_factory.mktemp("teacher"))
+    (scored,) = in_world(1, score, [Training(plan, batches)], tmp_path_factory.mktemp("teacher"))
     return plan, batches, scored
 
 
