@@ -184,7 +184,7 @@ def compared(
         reported = objective_values(case.plan.config, metrics, raw["kd_scale"], "train")
         for name, value in point.items():
             change = max(abs(run.curve[step][name] - value) for run in nudged)
-            # Without units there is no CE.
+            # CE is missing if it has no units.
             actual, size = reported.get(f"train/{name}", 0.0), max(FLOOR, abs(value))
             allowed = SAFETY * (change + rounding * size)
             width = max(width, allowed / size)

@@ -135,6 +135,6 @@ def test_draws_agree_with_the_reference(first: int, tmp_path: Path, tally: list[
 
 @pytest.mark.nightly
 def test_every_loss_is_compared(tally: list[Outcome]) -> None:
-    """Bug: draws of a loss are mostly refused or too sensitive. Fewer than eight draws of a loss are no sample."""
+    """Bug: draws of a loss are mostly refused or too sensitive. Fewer than eight draws prove nothing."""
     for loss, kinds in by_loss(tally).items():
         assert kinds.total() < 8 or kinds["agrees"] >= 0.4 * kinds.total(), (loss, kinds)

@@ -15,7 +15,7 @@ EXPORTED: dict[int, Tensor] = {}
 
 class CountingSender(Sender):
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
-        # A test that reads what was never written must fail, so the buffer is not zeros.
+        # Not zeros, so that a test that reads unwritten memory fails.
         buffer = torch.full((num_bytes,), 255, dtype=torch.uint8)
         tokens = [next(TOKENS) for _ in self.receivers]
         EXPORTED.update(dict.fromkeys(tokens, buffer))

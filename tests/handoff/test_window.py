@@ -1,4 +1,4 @@
-"""Student ranks read through their windows what the teacher's ranks have written."""
+"""Student ranks read the output of the teacher's ranks through windows."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -68,7 +68,7 @@ def test_every_rank_reads_its_rows(kind: Kind, student: Layout, teacher: Layout,
 
 
 def test_the_heads_rows_are_in_the_requested_order(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: rows are read from the block of the head in which they end up."""
+    """Bug: a block of the new order reads its rows from the same block of the old order."""
     monkeypatch.setattr(outputs, "_REORDERED_ROWS", 3)
     order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", colocated(Layout(1), Layout(1), NODE))))

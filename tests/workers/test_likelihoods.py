@@ -1,4 +1,4 @@
-"""Likelihoods and greedy continuations of a run's workers equal those of transformers."""
+"""Likelihoods and greedy continuations of a run's workers equal transformers' results."""
 
 from dataclasses import dataclass
 from pathlib import Path
