@@ -75,19 +75,11 @@ def test_memory_is_allocated_once_and_frozen_weights_are_copied_once() -> None:
     copy = HostCopy()
     seen = []
     for step in range(3):
-        with Copies() as hold_copies:
+        with Copies() as held:
             copy.hold(layers.parameters())
-        with Copies() as restore_copies:
+        with Copies() as restored:
             copy.restore()
-        seen.append(
-            (
-                hold_copies.allocations,
-                hold_copies.num_bytes,
-                restore_copies.allocations,
-                restore_copies.num_bytes,
-                restore_copies.number,
-            )
-        )
+        seen.append((held.allocations, held.num_bytes, restored.allocations, restored.num_bytes, restored.number))
         with torch.no_grad():
             layers[1].weight.fill_(step)
     assert seen == [(1, frozen + trained, 0, frozen + trained, 4), *[(0, trained, 0, frozen + trained, 4)] * 2]
