@@ -228,7 +228,7 @@ def evaluated(distillation: Distillation, rows: list[dict[str, str]], folder: Pa
         ({"teachers": [{"offload": "layers"}]}, "teachers.0.offload=layers: teachers are transformers' own models"),
         ({"teachers": [{"projection_lr": 0.1}]}, "teachers.0.projection_lr=0.1: the trainer's optimizer has"),
         ({"teachers": [{"parallelism": {"tp": 2}}]}, "teachers.0.parallelism: each process has unsharded teachers"),
-        ({"los": {}}, "los={}: there is no such key; did you mean loss?"),
+        ({"los": {}}, "los: there is no such key; did you mean loss?"),
         ({"train": {"max_len": 5}}, "train.max_len=5: there is no such key; did you mean train.max_length?"),
     ],
 )
