@@ -81,7 +81,7 @@ def test_ranks_are_joined_in_order_and_padding_is_dropped() -> None:
 
 
 def test_log_probability_is_of_all_scored_tokens() -> None:
-    """Bugs: the token that ends a turn is dropped, as it has no bytes; bits for nats; no tokens give a probability of 1."""
+    """Bugs: a token without bytes that ends a turn is dropped; bits for nats; no tokens give a probability of 1."""
     logits, tokens = random_rows()
     scores = sequence_scores(in_parts(logits, 2), tokens, score="log_probability", vocab_size=VOCAB_SIZE)
     for b in range(2):
