@@ -26,13 +26,13 @@ from rich.progress import track
 from nemo_opd.config.data import Source
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.columns import text_layout
-from nemo_opd.data.documents import load_documents
+from nemo_opd.data.document_sources import load_documents
 from nemo_opd.data.row_types import TEXT, Prompt
 from nemo_opd.logging.loggers import read
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.engine_interface import EngineSpec, Sampling
 from nemo_opd.rollout.renderer import TextRenderer
-from nemo_opd.rollout.requests import EngineSpec, Sampling
 from nemo_opd.rollout.transformers_engine import end_ids, for_model
 
 ROOT = Path(__file__).resolve().parents[1]

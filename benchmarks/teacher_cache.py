@@ -24,7 +24,7 @@ from rich.console import Console
 from nemo_opd.config.composition import from_omegaconf
 from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.data.columns import run_layout
-from nemo_opd.data.documents import load_documents
+from nemo_opd.data.document_sources import load_documents
 from nemo_opd.data.row_types import TEXT
 from nemo_opd.logging.loggers import read
 from nemo_opd.logits.sources import Packing

@@ -35,7 +35,7 @@ from nemo_opd.paths import commit, package_version
 from nemo_opd.training.interrupt import interruptible
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTALLED = {package.name.lower().replace("_", "-"): package.version for package in distributions()}
+INSTALLED = {package.name.lower().replace("_", "-"): package.version for package in distributions() if package.name}
 PACKAGES = ("torch", "transformers", "ray", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 CLOCKS = (
     "nvidia-smi --query-gpu=timestamp,clocks.sm,power.draw,temperature.gpu,memory.used,utilization.gpu "
@@ -249,7 +249,7 @@ def check(folder: Path, only: Sequence[str], models: Path | None, end_s: float) 
     facts = {
         "commit": commit(),
         "date": datetime.now().date().isoformat(),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(["tools/gpu_check.py", *sys.argv[1:]]),
         "machine": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         "packages": ", ".join(f"{name} {number}" for name, number in versions.items()),
     }
@@ -265,7 +265,7 @@ def check(folder: Path, only: Sequence[str], models: Path | None, end_s: float) 
         try:
             if shutil.which("nvidia-smi"):
                 start("clocks", CLOCKS.split(), folder / "clocks.csv")
-            for group in plan(models or Path(temporary), Path(scratch), has_gpu=torch.cuda.is_available()):
+            for group in plan((models or Path(temporary)).resolve(), Path(scratch), has_gpu=torch.cuda.is_available()):
                 run([part for part in group if part.name in only], Path(scratch), report, end_s)
         finally:
             end_processes("clocks")

@@ -68,11 +68,11 @@ def check_machine() -> bool:
     _print_result({"copy, TB/s": round(2e-12 * source.nbytes / copy_s, 3)})
     speeds = {f"{rows}×{width}×{columns}": _speeds(rows, width, columns) for rows, width, columns in PRODUCTS}
     _print_result({"TFLOP/s": speeds})
-    host, pairs = ("pinned memory" if HAS_GPU else "shared memory"), [(i, j) for i in indices for j in indices]
-    tries = {host: (host.replace(" ", "_"), pairs[:1] or [(0, 0)])}
+    host, same = ("pinned memory" if HAS_GPU else "shared memory"), [(i, i) for i in indices]
+    tries = {host: (host.replace(" ", "_"), same or [(0, 0)])}
     if HAS_GPU:
-        tries["CUDA IPC, one GPU"] = "cuda_ipc", pairs[:1]
-    if different := [(i, j) for i, j in pairs if i != j]:
+        tries["CUDA IPC, one GPU"] = "cuda_ipc", same
+    if different := [(i, j) for i in indices for j in indices if i != j]:
         tries["CUDA IPC, two GPUs"] = "cuda_ipc", different
     outcomes = {name: probe_transport(*arguments, limit_s=40) or "works" for name, arguments in tries.items()}
     _print_result({"another process reads": outcomes})

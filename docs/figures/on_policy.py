@@ -18,8 +18,8 @@ from nemo_opd.data.row_types import Prompt, Rollout
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.conversation import ConversationRenderer
+from nemo_opd.rollout.engine_interface import Completion, Request, Sampling
 from nemo_opd.rollout.environment import build_environment
-from nemo_opd.rollout.requests import Completion, Request, Sampling
 
 WIDTH = 96
 """Characters of a line of tokens."""

@@ -49,7 +49,7 @@ def _generate(arguments: Namespace, console: Console) -> None:
     from nemo_opd.models.token_trials import require_causal
     from nemo_opd.rollout.collect import Collector
     from nemo_opd.rollout.conversation import build_renderer
-    from nemo_opd.rollout.requests import EngineSpec, Sampling
+    from nemo_opd.rollout.engine_interface import EngineSpec, Sampling
     from nemo_opd.rollout.transformers_engine import end_ids, for_model, max_positions
 
     prompts = list(_prompts(arguments))

@@ -60,7 +60,7 @@ def _run(arguments: Namespace, console: Console) -> None:
     roles = roles_of(arguments.roles)
     source = source_of(arguments.text, key="--text", otherwise="text_files") if arguments.text else None
     from nemo_opd.data.columns import text_layout
-    from nemo_opd.data.documents import load_documents
+    from nemo_opd.data.document_sources import load_documents
     from nemo_opd.data.row_types import TEXT
     from nemo_opd.logging.terminal import busy
     from nemo_opd.transplant import transplant

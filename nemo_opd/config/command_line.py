@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from nemo_opd.config.other_trainers import translate
 from nemo_opd.config.secrets import contains_secret, masked_leaf, without_secrets
 from nemo_opd.config.settings import all_keys, is_secret_setting, keys_named, options, recipes
-from nemo_opd.config.short_form import REWARD_OF_SET, SOURCES, sections_of_strings, short_form
+from nemo_opd.config.short_form import REWARDS, SOURCES, sections_of_strings, short_form
 from nemo_opd.errors import ConfigError
 
 _PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
@@ -289,7 +289,7 @@ class Groups:
         """Return the argument in Hydra's grammar."""
         key = argument.partition("=")[0]
         group = key.lstrip("+")
-        is_short = any(fnmatchcase(group, section) for section in (*SOURCES, REWARD_OF_SET))
+        is_short = any(fnmatchcase(group, section) for section in (*SOURCES, *REWARDS))
         if is_short and isinstance(value := _whole_value(argument), str | list):
             # Neither can be merged into the section of the recipe.
             short: Any = value

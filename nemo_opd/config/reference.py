@@ -20,7 +20,7 @@ from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.other_trainers import translate
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.settings import groups, models_in, options, recipes
-from nemo_opd.config.short_form import SHORT, SOURCES
+from nemo_opd.config.short_form import REWARDS, SHORT, SOURCES
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import write_atomically
 from nemo_opd.paths import configs_dir
@@ -30,8 +30,8 @@ SCHEMA_FOLDER = "schema"
 """Folder of the schemas, next to the groups."""
 _DIALECT = "http://json-schema.org/draft-07/schema#"
 _REFERENCE_TYPE = "Reference"
-_SECTIONS_OF_SOURCES = {"data": "Data", "evaluation": "Evaluation", "evaluation.sets.*": "QuestionSet"}
-"""Class of each section in `SOURCES`."""
+_CLASSES = {"data": "Data", "evaluation": "Evaluation", "evaluation.sets.*": "QuestionSet"}
+"""Class of a run's section that contains one of `SOURCES` or `REWARDS`."""
 _WIDTH = 80
 """Characters of a line of `--help`."""
 _MANY = 3
@@ -285,8 +285,10 @@ def _recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
         for group in groups(config_dir, model)
     }
     if model is RunConfig:
-        sources = (source.rpartition(".") for source in SOURCES)
-        within = ((definitions[_SECTIONS_OF_SOURCES[section]]["properties"], key) for section, _, key in sources)
+        sources = (source.rpartition(".") for source in (*SOURCES, *REWARDS))
+        within = (
+            (definitions[_CLASSES[section]]["properties"], key) for section, _, key in sources if section in _CLASSES
+        )
         for fields, key in [*((schema["properties"], key) for key in SHORT), *within]:
             fields[key] = _or_strings(fields[key], is_list=key in ("teachers", "data", "train", "validation"))
     override = {f"override {group}": choice for group, choice in choices.items()}

@@ -269,7 +269,7 @@ def _explain(
         return _with_removal(_placed(reason, key, value, text, _keys_at(path, data, model)))
     if kind == "string_type" and len(problems) == 1 and isinstance(value, int | float):
         reason += f"; to make text of it, write {key}=\"'{value}'\""
-    if kind == "literal_error" and (owners := _types_with_key(path, data, model, value)):
+    if kind == "literal_error" and value is not None and (owners := _types_with_key(path, data, model, value)):
         reason += f"; {text} is for {'.'.join(map(str, path[:-1]))}.type={', '.join(owners)}"
     message = f"{key}={text}: {reason[0].lower()}{reason[1:]}"
     field = all_keys(model).get(re.sub(r"\.\d+", ".0", key))
@@ -401,7 +401,7 @@ def _is_field(name: str, model: type[BaseModel]) -> bool:
 
 
 def _types_with_key(path: Sequence[int | str], data: Any, model: type[BaseModel], choice: object = None) -> list[str]:
-    """Return the types of the enclosing settings that have this key; with a choice, those that offer it."""
+    """Return the types of the enclosing settings that have this key; if `choice` is given, only types that offer it."""
     members, _ = _models_at(path[:-1], data, model)
     owners = [member for member in members if path[-1] in member.model_fields and "type" in member.model_fields]
     if choice is not None:

@@ -17,10 +17,10 @@ TYPED = ("loss", "aggregation", "handoff", "rollout", "reward", "environment")
 """Sections that a string names by their type, or by an option of their group."""
 SHORT = ("student", "teachers", "data", *TYPED)
 """Sections that a string can stand for."""
-SOURCES = ("data.train", "data.validation", "evaluation.data", "evaluation.sets.*.data")
+SOURCES = ("data.train", "data.validation", "evaluation.data", "evaluation.sets.*.data", "sets.*.data")
 """Sections within others that files, or a data set on the hub, can stand for; * is any name."""
-REWARD_OF_SET = "evaluation.sets.*.reward"
-"""Sections that a type can stand for."""
+REWARDS = ("evaluation.sets.*.reward", "sets.*.reward")
+"""Sections within others that a type can stand for."""
 _UNUSUAL_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -44,11 +44,13 @@ def sections_of_strings(data: Mapping[str, Any]) -> dict[str, Any]:
         sections["data"] = {"train": texts}
     for source in SOURCES:
         sections = _replaced(sections, source, _source)
-    return _replaced(sections, REWARD_OF_SET, lambda _, name: {"type": name} if is_text(name) else name)
+    for reward in REWARDS:
+        sections = _replaced(sections, reward, lambda _, name: {"type": name} if is_text(name) else name)
+    return sections
 
 
 def _replaced(section: Any, path: str, replace: Callable[[str, Any], Any], key: str = "") -> Any:
-    """Return a section with the values at a path in it replaced. key: of the section, with a dot at its end."""
+    """Return a section with the values at a path in it replaced. key: the section's key, ending in a dot."""
     name, _, inner_path = path.partition(".")
     if not isinstance(section, Mapping) or (name != "*" and name not in section):
         return section

@@ -82,10 +82,11 @@ def require_columns(layout: Layout, schema: pa.Schema, source: str, *, is_first:
         dtype = schema.field(column.name).type
         accepts, remedy = _TYPES[column.use]
         if not accepts(dtype):
+            way_out = remedy.format(column.setting)
             if column.use == "text" and "messages_key" in layout.settings and _is_list_of_objects(dtype):
-                remedy = f"; for conversations, write {layout.settings['messages_key']}={column.name} in its place"
+                way_out = f"; for conversations, write {layout.settings['messages_key']}={column.name} instead"
             kind = "JSON (objects, or values of several types)" if isinstance(dtype, pa.JsonType) else str(dtype)
-            raise DataError(f"{source}: column {column.name!r} is of type {kind}{remedy.format(column.setting)}")
+            raise DataError(f"{source}: column {column.name!r} is of type {kind}{way_out}")
 
 
 def _remedy(layout: Layout, column: Column, schema: pa.Schema, source: str, *, is_first: bool) -> str:
@@ -119,8 +120,8 @@ def _remedy(layout: Layout, column: Column, schema: pa.Schema, source: str, *, i
     ways = readings(schema) if key not in (None, "tools_key") else []
     if key == "messages_key":
         ways = ways or prompt_readings(schema)
-        texts = f"; for texts, set {settings['text_key']} instead"
-        names += texts + f", and for questions {settings['prompt_key']}" * ("prompt_key" in settings)
+        texts = f"; for texts, set {settings['text_key']}"
+        names += texts + f"; for questions, set {settings['prompt_key']}" * ("prompt_key" in settings)
     ways = [way for way in restricted_to(ways, settings) if key not in way]
     advice = "".join(f", or write {described(reading, settings)}" for reading in ways)
     if key == "text_key" and not ways:

@@ -28,7 +28,7 @@ from nemo_opd.types import Batch, Closing
 if TYPE_CHECKING:
     import datasets
 
-    from nemo_opd.data.documents import MappedFiles
+    from nemo_opd.data.document_sources import MappedFiles
 
 _MAX_DOMAINS = 20
 _OTHER_DOMAINS, _NO_DOMAIN = "others", "without"
@@ -194,7 +194,7 @@ class SampleSource(Generic[_Result]):
 
     @classmethod
     def of(cls, columns: Columns, make: Callable[[Document], _Result]) -> Self:
-        from nemo_opd.data.documents import MappedFiles
+        from nemo_opd.data.document_sources import MappedFiles
 
         return cls(columns, make, MappedFiles.of(columns))
 

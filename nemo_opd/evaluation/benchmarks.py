@@ -22,8 +22,8 @@ from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, as_lm_eval_runs
 from nemo_opd.evaluation.estimates import Estimate, mean_with_interval, named, with_bounds
 from nemo_opd.evaluation.likelihoods import Scored, Scorer
 from nemo_opd.rollout.collect import turn_seed
+from nemo_opd.rollout.engine_interface import Generator, Request, Sampling
 from nemo_opd.rollout.episode import text_before
-from nemo_opd.rollout.requests import Generator, Request, Sampling
 
 _log = logging.getLogger(__name__)
 _Pair = tuple[Any, list[int], list[int]]

@@ -9,7 +9,7 @@ from nemo_opd.alignment.chat_template import content_text
 from nemo_opd.config.evaluation import Questions, QuestionSet
 from nemo_opd.config.rollout import Environment
 from nemo_opd.data.context import Context
-from nemo_opd.data.documents import load_documents
+from nemo_opd.data.document_sources import load_documents
 from nemo_opd.data.rollouts import read_prompts
 from nemo_opd.data.row_types import Message, Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
@@ -19,9 +19,9 @@ from nemo_opd.logging.scores import ShownAnswer
 from nemo_opd.progress import tracked, working
 from nemo_opd.rewards import RewardFunction, check_answers
 from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.engine_interface import Generator, Sampling
 from nemo_opd.rollout.environment import build_environment
 from nemo_opd.rollout.renderer import Renderer
-from nemo_opd.rollout.requests import Generator, Sampling
 
 
 @dataclass(frozen=True, slots=True)

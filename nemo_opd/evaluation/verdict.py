@@ -54,7 +54,7 @@ class Setup:
 
 
 def judge(closing: ClosingTable, records: Records, setup: Setup, arm: Arm, baseline: Arm | None) -> Verdict:
-    """Return the verdict on a run; without sentences if nothing was validated.
+    """Return the verdict on a run; without sentences if nothing was measured.
 
     closing: its figures. records: its metrics. baseline: a run without teachers; None if there is none.
     """
@@ -81,12 +81,14 @@ def judge(closing: ClosingTable, records: Records, setup: Setup, arm: Arm, basel
 
 def _verdict_on_scores(closing: ClosingTable, setup: Setup) -> Verdict:
     """Return the verdict on a run without validation texts: the first score of each question set."""
-    first = {row.measure.rpartition("/")[0]: row for row in reversed(closing.shown_scores) if row.before is not None}
+    first: dict[str, ScoreRow] = {}
+    for row in closing.shown_scores:
+        if row.before is not None:
+            first.setdefault(row.measure.rpartition("/")[0], row)
     sentences = [_score_sentence(row) for row in first.values()]
     if not sentences or not setup.teachers:
         return Verdict(tuple(sentences))
-    reason = "a run is compared with one without teachers by validation texts alone"
-    sentences.append(f"Whether the teacher helped cannot be told: {reason}.")
+    sentences.append("Whether the teacher helped cannot be told without validation texts: set data.validation.")
     return Verdict(tuple(sentences), teacher_effect=_UNKNOWN)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from nemo_opd.errors import DataError
 from nemo_opd.files import ELSEWHERE, read_data, write_atomically
@@ -32,6 +34,7 @@ from nemo_opd.logging.records import (
     figures_by_table,
     read_config,
     title_of,
+    value_at,
 )
 from nemo_opd.logging.report import render
 
@@ -163,9 +166,9 @@ def terminal_table(content: TextTable) -> Table:
     table = titled_table(content.title)
     for i, head in enumerate(content.heads):
         # A narrow column would break the word after the slash.
-        table.add_column(head.replace("/", "/\n"), justify="right" if i else "left", overflow="fold")
+        table.add_column(Text(head.replace("/", "/\n")), justify="right" if i else "left", overflow="fold")
     for row in content.rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -184,7 +187,7 @@ def headline_measures(runs: Sequence[SweptRun]) -> list[str]:
 
 def _headings(measures: Sequence[str]) -> list[str]:
     """Return the headings of the columns of `SweptRun.cells`."""
-    names = (_name(key) + " (since its start)" * (key == BITS_PER_BYTE) for key in measures)
+    names = (_name(key) + " (change)" * (key == BITS_PER_BYTE) for key in measures)
     return ["run", *names, "steps", "time of steps"]
 
 
@@ -274,7 +277,8 @@ def write_comparison(
     measures = measures_of(runs)
     metrics = {key for run in runs for record in run.records for key in record}
     # With and without KD, the loss is not the same quantity.
-    replaced = "train/loss" if all(run.last("train/ce") is not None for run in runs) else "train/ce"
+    have_teachers = {bool(value_at(read_config(run.folder), "loss.kd_weight")) for run in runs if run.records}
+    replaced = "train/loss" if len(have_teachers) > 1 and "train/ce" in metrics else "train/ce"
     keys = [key for key in _CURVE_TITLES if key in metrics and key != replaced]
     keys += question_measures([record for run in runs for record in run.records])
     curves = [(run.name, run.records) for run in runs]
@@ -314,14 +318,18 @@ def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     settings = list(by_run.values())
     sections = [{prefix for key in by_key for prefix in _prefixes(key)} for by_key in settings]
     keys = dict.fromkeys(key for by_key in settings for key in by_key if key not in _NOT_COMPARED)
-    # A teacher that is not loaded keeps the type auto.
-    differing = [key for key in keys if len({by_key.get(key) for by_key in settings} - {"auto"}) > 1]
+    differing = [key for key in keys if len({by_key.get(key) for by_key in settings} - _same_as_any(key)) > 1]
     row_of = {
         key: next((prefix for prefix in _prefixes(key) if any(prefix not in present for present in sections)), key)
         for key in differing
     }
     rows = [[row, *(_setting(by_key, row) for by_key in settings)] for row in dict.fromkeys(row_of.values())]
     return [TextTable("Settings that differ", ["", *by_run], rows)] if rows else []
+
+
+def _same_as_any(key: str) -> set[str]:
+    """Return values of a setting that are equal to any other: a teacher that is not loaded keeps the type auto."""
+    return {"auto"} if re.fullmatch(r"teachers\.\d+\.type", key) else set()
 
 
 def _settings_of(folder: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import GradientSink, UnitRows
 from nemo_opd.losses.cells import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
-from nemo_opd.losses.compared_positions import chunk_loss
+from nemo_opd.losses.chunk_merge import chunk_loss
 from nemo_opd.losses.divergence import Divergence, compare_logits
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.piece_tree import first_pieces

@@ -16,7 +16,7 @@ from nemo_opd.logits.term import GradientSink, UnitRows
 from nemo_opd.losses.arguments import check_compat, fixed_by
 from nemo_opd.losses.cells import add_comparison_of_pairs
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
-from nemo_opd.losses.compared_positions import Merge, chunk_loss
+from nemo_opd.losses.chunk_merge import Merge, chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.fused import fused, softmax, taken_once
 from nemo_opd.losses.learned_projection import LearnedProjection

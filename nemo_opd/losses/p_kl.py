@@ -18,7 +18,7 @@ from nemo_opd.logits.term import GradientSink, UnitRows, unit_cells
 from nemo_opd.losses.arguments import check_compat, fixed_by
 from nemo_opd.losses.cells import covered_columns
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells
-from nemo_opd.losses.compared_positions import Merge, chunk_loss
+from nemo_opd.losses.chunk_merge import Merge, chunk_loss
 from nemo_opd.losses.divergence import Divergence, compare_logits
 from nemo_opd.losses.fused import fused, log_sum_exp, softmax, taken_once
 from nemo_opd.losses.learned_projection import LearnedProjection

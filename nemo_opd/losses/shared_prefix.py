@@ -13,7 +13,7 @@ from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.cells import CommonCells, common_cells, common_cells_term
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells
-from nemo_opd.losses.compared_positions import chunk_loss
+from nemo_opd.losses.chunk_merge import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from nemo_opd.logits.term import GradientSink, UnitRows
 from nemo_opd.losses.arguments import ChunkUnits, chunk_units, next_tokens
 from nemo_opd.losses.cells import add_comparison_of_pairs, pairs_and_rest
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, first_position_term
-from nemo_opd.losses.compared_positions import chunk_loss
+from nemo_opd.losses.chunk_merge import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.sparse_projection import TokenPairs
 from nemo_opd.losses.support import Columns, joined, split, with_tail_cell

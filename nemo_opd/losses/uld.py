@@ -12,7 +12,7 @@ from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.arguments import check_compat
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
-from nemo_opd.losses.compared_positions import Merge
+from nemo_opd.losses.chunk_merge import Merge
 from nemo_opd.losses.support import of_likeliest
 
 

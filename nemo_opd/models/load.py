@@ -67,11 +67,11 @@ def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
                 "the package sentencepiece, which reads it, is not installed; run `pip install sentencepiece`, or "
                 "convert it where that is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             ) from error
-        problem = "" if Path(source).exists() else f"there is no folder {Path(reference).absolute()}, and "
+        is_folder = Path(source).exists()
+        problem = "" if is_folder else f"there is no folder {Path(reference).absolute()}, and from the hub "
         raise ModelError(
             f"{key}={reference}: {problem}no tokenizer could be loaded ({reason(error)}); give a folder with "
-            "tokenizer.json, or "
-            "a hub name that this machine can reach"
+            "tokenizer.json, or a hub name that this machine can reach"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(

@@ -140,7 +140,7 @@ def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelI
 
 
 def _load_documents(config: RunConfig, source: Source, key: str, *, is_validation: bool = False) -> Dataset:
-    from nemo_opd.data.documents import load_documents, with_others
+    from nemo_opd.data.document_sources import load_documents, with_others
 
     documents = load_documents(source, run_layout(config, is_validation=is_validation), key=key)
     return with_others(documents, key) if has_contrast(config) else documents

@@ -28,7 +28,7 @@ from nemo_opd.models.fused_layers import may_fuse
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.preflight.model_info import LayerSize, ModelSize, cut_numel, shard_numel
 from nemo_opd.preflight.teachers import output_columns
-from nemo_opd.rollout.requests import SamplingBatch, student_batch, teacher_batch
+from nemo_opd.rollout.engine_interface import SamplingBatch, student_batch, teacher_batch
 from nemo_opd.rollout.server.server_process import COMMON_SHARE
 
 USABLE = 0.95

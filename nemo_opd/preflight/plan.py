@@ -67,7 +67,7 @@ from nemo_opd.preflight.warnings import (
     warn_of_student_as_teacher,
 )
 from nemo_opd.progress import tracked, working
-from nemo_opd.rollout.requests import BatchLimit, student_batch, teacher_batch
+from nemo_opd.rollout.engine_interface import BatchLimit, student_batch, teacher_batch
 from nemo_opd.workers.optimizer import check_optimizer
 
 

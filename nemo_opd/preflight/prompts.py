@@ -19,7 +19,7 @@ from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.collate import collate
 from nemo_opd.data.columns import Layout, domain_column, has_contrast, run_layout
 from nemo_opd.data.context import PrivilegedPrompt
-from nemo_opd.data.documents import load_documents, with_others
+from nemo_opd.data.document_sources import load_documents, with_others
 from nemo_opd.data.loader import Domains, domains_of, in_domains
 from nemo_opd.data.order import BatchOrder, State
 from nemo_opd.data.rollouts import RolloutSampleMaker, read_prompts

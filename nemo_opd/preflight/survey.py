@@ -94,7 +94,7 @@ def survey(
     texts = list(_documents(data, rows) if isinstance(data, Corpus) else _responses(data, prompts))
     read_rows: Sequence[int] = rows
     if prompts:
-        read_rows = [row for row, prompt in zip(rows, prompts, strict=True) if prompt.response is not None]
+        read_rows = [prompt.index for prompt in prompts if prompt.response is not None]
     samples = [sample for text in texts for sample in text]
     require_stored(config, samples)
     batches = [_batch_of(sample, config) for sample in samples]

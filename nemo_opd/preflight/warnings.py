@@ -213,7 +213,10 @@ def check_texts(config: RunConfig, statistics: DataStatistics) -> list[str]:
     warnings, num_texts = [], statistics.num_texts
     if rows := statistics.rows_without_label:
         label = "token to learn" if not config.data.is_chat else "assistant turn"
-        empty = f"{len(rows)} of {num_texts} checked texts of data.train (the first is row {rows[0]}) have no {label}"
+        empty = (
+            f"{len(rows)} of {num_texts} checked texts of data.train (the first is row {rows[0]}, counted from 0 over "
+            f"all files) have no {label}"
+        )
         longer = ""
         if not config.packs_documents:
             empty += f" within train.max_length={config.train.max_length}"
@@ -427,7 +430,7 @@ def _warn_of_empty_answers(conversations: Sequence[_PlainConversation], turns: L
     if number:
         yield (
             f"{key}: {number} of {len(conversations)} conversations checked have an assistant message without text, "
-            "from which the student learns to answer with nothing; leave these rows out, or mark these messages with "
+            "which teaches the student to give empty answers; leave these rows out, or mark these messages with "
             "weight=0"
         )
 

@@ -19,10 +19,10 @@ from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.files import open_unlinked, storage_errors, write_atomically
 from nemo_opd.logging.loggers import parse_lines
 from nemo_opd.progress import tracked
+from nemo_opd.rollout.engine_interface import Generator, Request, Sampling
 from nemo_opd.rollout.environment import CheckedEnvironment, EnvironmentFactory, EnvironmentStep
 from nemo_opd.rollout.episode import Episode, require_completion, shortened_messages
 from nemo_opd.rollout.renderer import Renderer
-from nemo_opd.rollout.requests import Generator, Request, Sampling
 from nemo_opd.types import Max, Mean, Metric, Sum
 
 _log = logging.getLogger(__name__)

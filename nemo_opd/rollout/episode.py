@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from nemo_opd.data.row_types import FinishReason, Message, Prompt, Rollout
 from nemo_opd.data.text import Ids
 from nemo_opd.errors import RolloutError
+from nemo_opd.rollout.engine_interface import Completion
 from nemo_opd.rollout.environment import CheckedEnvironment, EnvironmentStep
 from nemo_opd.rollout.renderer import Renderer
-from nemo_opd.rollout.requests import Completion
 
 _CUT_MARK = " [cut: the response was too long]"
 

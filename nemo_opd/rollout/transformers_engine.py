@@ -32,7 +32,7 @@ from nemo_opd.models.generation import generating
 from nemo_opd.models.load import load_model, load_tokenizer
 from nemo_opd.models.token_trials import batching
 from nemo_opd.progress import Work, working
-from nemo_opd.rollout.requests import (
+from nemo_opd.rollout.engine_interface import (
     BatchLimit,
     Completion,
     Engine,

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_opd.logits.rows import SparseLayout, SparseRows
-from nemo_opd.rollout.requests import Sampling
+from nemo_opd.rollout.engine_interface import Sampling
 from nemo_opd.rollout.server.client import ROUNDING, UnusableError
 from nemo_opd.rollout.server.sglang import UNUSED_POSITIONS, echoed_ids
 from nemo_opd.rollout.server.vllm import sampled_with

@@ -19,7 +19,7 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.logging.metrics import Timer
 from nemo_opd.losses.policy_gradient import group_advantages, reward_weights
 from nemo_opd.rollout.collect import Collector, chosen_share
-from nemo_opd.rollout.requests import Engine
+from nemo_opd.rollout.engine_interface import Engine
 from nemo_opd.training.models import InFlightBatch, Models, ScoredBatch
 from nemo_opd.types import Batch, Closing, SampledRows
 

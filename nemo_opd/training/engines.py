@@ -10,7 +10,7 @@ from nemo_opd.config.settings import choices, require_lines
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import longest_question
 from nemo_opd.rollout import transformers_engine
-from nemo_opd.rollout.requests import Engine, EngineSpec, Generator, StudentModel
+from nemo_opd.rollout.engine_interface import Engine, EngineSpec, Generator, StudentModel
 from nemo_opd.rollout.server import engine
 from nemo_opd.rollout.server.server_process import server_gpus
 from nemo_opd.training.models import Models

@@ -26,7 +26,7 @@ from nemo_opd.models.load import tokenizer_of
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import LoadedSet, SampledModel
 from nemo_opd.rewards import RewardFunction
-from nemo_opd.rollout.requests import Generator
+from nemo_opd.rollout.engine_interface import Generator
 from nemo_opd.training.models import Models
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from nemo_opd.preflight.delivery import Delivery
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.progress import working
 from nemo_opd.projection.matrix import order_by_student, with_columns
-from nemo_opd.rollout.requests import BatchLimit, Completion, Generator, Request, Sampling
+from nemo_opd.rollout.engine_interface import BatchLimit, Completion, Generator, Request, Sampling
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.teacher_cache.shard import read_manifest
 from nemo_opd.types import TokenRows

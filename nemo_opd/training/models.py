@@ -35,7 +35,7 @@ from nemo_opd.files import replacing
 from nemo_opd.handoff.outputs import Window, windows
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.preflight.plan import Plan
-from nemo_opd.rollout.requests import Completion, Request, Sampling
+from nemo_opd.rollout.engine_interface import Completion, Request, Sampling
 from nemo_opd.training.groups import (
     AnsweringModel,
     Links,

@@ -17,8 +17,8 @@ from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.rewards import build_reward
 from nemo_opd.rollout.collect import Collector, RolloutLog, rollout_metrics
+from nemo_opd.rollout.engine_interface import Sampling
 from nemo_opd.rollout.environment import build_environment
-from nemo_opd.rollout.requests import Sampling
 from nemo_opd.training import off_policy
 from nemo_opd.training.batches import RolloutSource, RolloutSteps
 from nemo_opd.training.engines import open_engine

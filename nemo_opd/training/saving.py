@@ -23,7 +23,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.run_fields import PushToHub
 from nemo_opd.config.secrets import leaves, without_secrets
 from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
-from nemo_opd.data.documents import data_commit
+from nemo_opd.data.document_sources import data_commit
 from nemo_opd.errors import HubError
 from nemo_opd.files import copy_whole, size_below
 from nemo_opd.logging.card import Exported, write_card

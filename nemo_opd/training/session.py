@@ -35,7 +35,7 @@ from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.summary import run_summary
 from nemo_opd.progress import tracked, working
-from nemo_opd.rollout.requests import Engine
+from nemo_opd.rollout.engine_interface import Engine
 from nemo_opd.training.batches import BatchSource, Lookahead
 from nemo_opd.training.closing import closing_table
 from nemo_opd.training.engines import open_engine
@@ -111,7 +111,7 @@ class Session:
                 write_atomically(records, json_line(0, self.start).encode())
             self.loggers.start(summary, self.step)
             if lacks_records:
-                self.loggers.warn(f"{plan.output_dir} has no metrics.jsonl, so curves have no steps up to {self.step}")
+                self.loggers.warn(f"{plan.output_dir} had no metrics.jsonl; curves begin after step {self.step}")
             if not self.is_complete:
                 self.source.start()
             if config.cluster.launcher == "ray":

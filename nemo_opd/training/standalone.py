@@ -42,8 +42,8 @@ from nemo_opd.preflight.ranks import colocated, require_processes, resolve_devic
 from nemo_opd.rewards import RewardFunction
 from nemo_opd.rollout.collect import drop_long
 from nemo_opd.rollout.conversation import build_renderer
+from nemo_opd.rollout.engine_interface import BatchLimit, EngineSpec, Generator
 from nemo_opd.rollout.renderer import Renderer
-from nemo_opd.rollout.requests import BatchLimit, EngineSpec, Generator
 from nemo_opd.rollout.server.server_process import server_gpus
 from nemo_opd.rollout.transformers_engine import end_ids, max_positions
 from nemo_opd.training.engines import ENGINES

@@ -21,7 +21,7 @@ from nemo_opd.models.causal_model import ReadingModel, reading_model
 from nemo_opd.models.generation import generating
 from nemo_opd.models.load import compute_dtype, tokenizer_of
 from nemo_opd.models.sharded_load import load_sharded
-from nemo_opd.rollout.requests import BatchLimit, Completion, Request, Sampling
+from nemo_opd.rollout.engine_interface import BatchLimit, Completion, Request, Sampling
 from nemo_opd.rollout.transformers_engine import Sampler
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import TokenRows

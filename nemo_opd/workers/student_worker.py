@@ -37,7 +37,7 @@ from nemo_opd.losses.logit_metrics import AccuracyRecorder, plan_bits_per_byte
 from nemo_opd.models.causal_model import reading_model
 from nemo_opd.models.parallelize import free_gathered, sharded_units
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.rollout.requests import BatchLimit, Completion, Request, Sampling
+from nemo_opd.rollout.engine_interface import BatchLimit, Completion, Request, Sampling
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum, TokenRows
 from nemo_opd.workers.average import OwnTeachers

@@ -51,7 +51,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for part in (
         "1.9000 (-5.0 %)",
         "1.5000 (-25.0 %)",
-        "bits per byte (since its start)",
+        "bits per byte (change)",
         "100.0 % (0.0 to 100.0 %)",
         "Settings that differ",
         "by class",

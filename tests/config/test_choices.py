@@ -33,7 +33,7 @@ class SourceOfMore(Source):
         ("rollout", "Rollouts", "ENGINES", "training/engines.py", "Added"),
         ("rollout", "Environment", "ENVIRONMENTS", "rollout/environment.py", "Added"),
         ("reward", "Reward", "REWARDS", "rewards/configured.py", "Added"),
-        ("data", "Source", "READERS", "data/documents.py", "added_files"),
+        ("data", "Source", "READERS", "data/document_sources.py", "added_files"),
     ],
 )
 def test_a_forgotten_line_is_named(

@@ -15,7 +15,7 @@ from nemo_opd import files
 from nemo_opd.config.data import HubDataset, Source
 from nemo_opd.data import dataset_files, source_files
 from nemo_opd.data.columns import text_layout
-from nemo_opd.data.documents import load_documents
+from nemo_opd.data.document_sources import load_documents
 from nemo_opd.errors import StorageError
 from tests.data.test_sources import KINDS, Write, table, write_parquet
 from tests.full_disk import largest_file

@@ -13,7 +13,7 @@ from nemo_opd.alignment import ChatRenderer
 from nemo_opd.config.data import Data
 from nemo_opd.config.run import validated
 from nemo_opd.data.columns import document_layout
-from nemo_opd.data.documents import load_documents
+from nemo_opd.data.document_sources import load_documents
 from nemo_opd.data.rollouts import read_prompts
 from nemo_opd.data.row_types import Conversation, read_documents
 from nemo_opd.data.source_files import json_schema, require_suitable

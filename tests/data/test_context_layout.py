@@ -11,7 +11,7 @@ from nemo_opd.config.data import Data, Source
 from nemo_opd.config.teacher import Context as ContextSettings
 from nemo_opd.data.columns import Layout, document_layout
 from nemo_opd.data.context import Context
-from nemo_opd.data.documents import load_documents, with_others
+from nemo_opd.data.document_sources import load_documents, with_others
 from nemo_opd.data.rollouts import read_prompts
 from nemo_opd.data.row_types import FIELD, OTHER, read_documents
 from nemo_opd.data.source_files import require_suitable

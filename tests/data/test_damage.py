@@ -17,7 +17,7 @@ from nemo_opd.config.data import Source, ValidationSource
 from nemo_opd.data import dataset_files
 from nemo_opd.data import lines as source_lines
 from nemo_opd.data.columns import Layout, chat_layout, text_layout
-from nemo_opd.data.documents import load_documents
+from nemo_opd.data.document_sources import load_documents
 from nemo_opd.data.lines import depth
 from nemo_opd.data.loader import SampleSource
 from nemo_opd.data.row_types import read_documents

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_opd.config.data import Source
 from nemo_opd.data.columns import chat_layout, text_layout
-from nemo_opd.data.documents import load_documents
+from nemo_opd.data.document_sources import load_documents
 from nemo_opd.data.lines import column_types
 from nemo_opd.data.rollouts import read_prompts
 from nemo_opd.data.row_types import Conversation, read_documents, read_rows

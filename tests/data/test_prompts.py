@@ -10,7 +10,7 @@ import pytest
 
 from nemo_opd.config.data import Data, Source
 from nemo_opd.data.columns import document_layout
-from nemo_opd.data.documents import load_documents
+from nemo_opd.data.document_sources import load_documents
 from nemo_opd.data.rollouts import read_prompts
 from nemo_opd.data.row_types import Prompt
 from nemo_opd.errors import DataError

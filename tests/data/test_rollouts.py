@@ -16,9 +16,9 @@ from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.rollout.collect import Collector, dataset_rollout
 from nemo_opd.rollout.conversation import ConversationRenderer
+from nemo_opd.rollout.engine_interface import Sampling
 from nemo_opd.rollout.environment import build_environment
 from nemo_opd.rollout.renderer import TextRenderer
-from nemo_opd.rollout.requests import Sampling
 from tests.alignment.chat_fixture import with_template
 from tests.rollout.scripted import Scripted, asking, encoded, speaking
 from tests.rollout.templates import TAGGED, talking

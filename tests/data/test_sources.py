@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.data.columns import Layout, chat_layout, text_layout
 from nemo_opd.data.dataset_files import Read, convert, selected
-from nemo_opd.data.documents import READERS, load_documents
+from nemo_opd.data.document_sources import READERS, load_documents
 from nemo_opd.data.lines import of_rows
 from nemo_opd.data.row_types import Conversation, read_documents
 from nemo_opd.data.source_files import require_suitable

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.rollout.requests import BatchLimit, Completion, Generator, Request, Sampling
+from nemo_opd.rollout.engine_interface import BatchLimit, Completion, Generator, Request, Sampling
 from nemo_opd.rollout.transformers_engine import Sampler, end_ids
 from tests.evaluation.scorer import model_scorer
 

@@ -19,7 +19,7 @@ from nemo_opd.models.generation import generating
 from nemo_opd.models.load import load_model
 from nemo_opd.models.packed_attention import RING, use_ring_attention
 from nemo_opd.models.parallelize import checkpoint_activations
-from nemo_opd.rollout.requests import BatchLimit, Completion, Request, Sampling
+from nemo_opd.rollout.engine_interface import BatchLimit, Completion, Request, Sampling
 from nemo_opd.rollout.transformers_engine import Sampler
 from tests.models.families import model_of, save
 from tests.models.one_update import USED, cut, train

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import RolloutError
 from nemo_opd.models.stored_output import served_layout
-from nemo_opd.rollout.requests import Completion, Generator, Request, Sampling
+from nemo_opd.rollout.engine_interface import Completion, Generator, Request, Sampling
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.served.answers import EndpointAnswers, check_endpoint
 from tests.tiny import save_model, train_tokenizer

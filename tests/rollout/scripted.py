@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from nemo_opd.data.row_types import FinishReason, Prompt
-from nemo_opd.rollout.requests import Completion, Request, Sampling
+from nemo_opd.rollout.engine_interface import Completion, Request, Sampling
 
 
 class Scripted:

@@ -13,9 +13,9 @@ from nemo_opd.data.row_types import Message, Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.rollout.collect import Collector, chosen_share, repetition, rollout_metrics, turn_seed
 from nemo_opd.rollout.conversation import ConversationRenderer
+from nemo_opd.rollout.engine_interface import Request, Sampling
 from nemo_opd.rollout.environment import Calculator, EnvironmentFactory, EnvironmentStep
 from nemo_opd.rollout.renderer import TextRenderer
-from nemo_opd.rollout.requests import Request, Sampling
 from tests.rollout.scripted import Scripted, asking, encoded, speaking
 from tests.rollout.templates import talking
 from tests.tokenizers_fixture import byte_level, real_tokenizer

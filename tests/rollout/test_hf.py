@@ -21,7 +21,7 @@ from transformers import (
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, ModelError, RolloutError
-from nemo_opd.rollout.requests import BatchLimit, Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.engine_interface import BatchLimit, Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.transformers_engine import Sampler, end_ids, for_model
 from tests.models.families import VOCABULARY, model_of
 from tests.rollout.contract import EngineContract, Folders, Subject, make_requests, same, save_folders

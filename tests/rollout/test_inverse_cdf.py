@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from nemo_opd.rollout.requests import Sampling
+from nemo_opd.rollout.engine_interface import Sampling
 from nemo_opd.rollout.transformers_engine import InverseCDF, inverse_cdf, uniforms
 
 VOCABULARY, COLUMNS = 37, 40

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.extras import HOW_TO_INSTALL
-from nemo_opd.rollout.requests import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.engine_interface import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server.client import RequestContext, UnusableError
 from nemo_opd.rollout.server.engine import PROGRAMS
 from nemo_opd.rollout.server.server_process import Program, default_share

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.requests import Completion, Request
+from nemo_opd.rollout.engine_interface import Completion, Request
 from nemo_opd.rollout.server.client import Client, Http, RequestContext
 from nemo_opd.rollout.server.server_process import openai_models
 from nemo_opd.rollout.server.vllm import VLLM

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.handoff.shared_memory import HeldWeights
-from nemo_opd.rollout.requests import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.engine_interface import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server import client
 from nemo_opd.rollout.server.client import RequestContext, UnusableError
 from nemo_opd.rollout.server.engine import ServerEngine

@@ -16,7 +16,7 @@ from nemo_opd.cli import settings_verbs
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.requests import EngineSpec, Request, Sampling
+from nemo_opd.rollout.engine_interface import EngineSpec, Request, Sampling
 from nemo_opd.rollout.server import guard
 from nemo_opd.rollout.server.client import Http
 from nemo_opd.rollout.server.engine import ServerEngine

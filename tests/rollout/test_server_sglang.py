@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
-from nemo_opd.rollout.requests import EngineSpec, Sampling
+from nemo_opd.rollout.engine_interface import EngineSpec, Sampling
 from nemo_opd.rollout.server.engine import ServerEngine
 from tests.rollout.contract import MAX_POSITIONS, ServerContract, Subject, check_as_a_teacher, save_folders, server_of
 from tests.tiny import save_model

@@ -20,7 +20,7 @@ from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
 from nemo_opd.handoff.shared_memory import HeldWeights
-from nemo_opd.rollout.requests import EngineSpec, Request, Sampling
+from nemo_opd.rollout.engine_interface import EngineSpec, Request, Sampling
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.vllm import VLLM
 from nemo_opd.served.answers import check_endpoint

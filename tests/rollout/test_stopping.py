@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from nemo_opd.alignment import ChatRenderer
 from nemo_opd.data.row_types import Prompt
 from nemo_opd.rollout.conversation import ConversationRenderer
-from nemo_opd.rollout.requests import BatchLimit, Request, Sampling
+from nemo_opd.rollout.engine_interface import BatchLimit, Request, Sampling
 from nemo_opd.rollout.transformers_engine import Sampler, end_ids
 from tests.alignment.chat_fixture import with_template
 from tests.alignment.chat_templates import PLAIN, TEMPLATES, TOOL, chat_tokenizer

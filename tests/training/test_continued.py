@@ -50,5 +50,5 @@ def test_a_continued_run_keeps_the_texts_of_its_start(
     run_here(tmp_path, settings)
     (tmp_path / "metrics.jsonl").unlink()
     run_here(tmp_path, [*settings, "run.resume=auto"])
-    assert "has no metrics.jsonl, so curves have no steps up to 1" in capfd.readouterr().err
+    assert "; curves begin after step 1" in capfd.readouterr().err
     assert [line.step for line in SampleLog(tmp_path / "samples.jsonl").read()] == [0, 1]

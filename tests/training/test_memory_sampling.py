@@ -39,7 +39,7 @@ from nemo_opd.preflight.memory import (
 )
 from nemo_opd.preflight.memory_choices import server_share
 from nemo_opd.preflight.model_info import model_size
-from nemo_opd.rollout.requests import Request, Sampling, SamplingBatch, student_batch, teacher_batch
+from nemo_opd.rollout.engine_interface import Request, Sampling, SamplingBatch, student_batch, teacher_batch
 from nemo_opd.workers.student_worker import StudentWorker
 from nemo_opd.workers.teacher_worker import TeacherWorker
 from tests.composition import compose

@@ -12,7 +12,7 @@ from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.rollout import transformers_engine
 from nemo_opd.rollout.collect import Collector
-from nemo_opd.rollout.requests import EngineSpec, Sampling
+from nemo_opd.rollout.engine_interface import EngineSpec, Sampling
 from nemo_opd.training.batches import with_rollouts
 from nemo_opd.types import Batch
 from tests.tiny import Tiny

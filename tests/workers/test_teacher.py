@@ -16,7 +16,7 @@ from nemo_opd.handoff.slices import LayoutPair
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.sources import PackedLogits
 from nemo_opd.preflight.plan import Plan
-from nemo_opd.rollout.requests import BatchLimit, Completion, Request, Sampling
+from nemo_opd.rollout.engine_interface import BatchLimit, Completion, Request, Sampling
 from nemo_opd.training.groups import column_order
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.teacher_worker import TeacherWorker

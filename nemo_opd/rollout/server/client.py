@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from nemo_opd.data.row_types import FinishReason
 from nemo_opd.errors import OPDError, RolloutError
 from nemo_opd.progress import working
-from nemo_opd.rollout.requests import Completion, Request
+from nemo_opd.rollout.engine_interface import Completion, Request
 from nemo_opd.users_code import is_finite, shown
 
 MAX_BYTES = 1 << 27

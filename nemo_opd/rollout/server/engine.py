@@ -21,7 +21,7 @@ from nemo_opd.errors import RolloutError
 from nemo_opd.files import open_unlinked, storage_errors
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.models.adapter_folder import resolve
-from nemo_opd.rollout.requests import (
+from nemo_opd.rollout.engine_interface import (
     Completion,
     Engine,
     EngineSpec,

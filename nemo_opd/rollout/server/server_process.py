@@ -21,7 +21,7 @@ from nemo_opd.config.secrets import is_secret_name, without_secrets
 from nemo_opd.errors import RolloutError
 from nemo_opd.files import open_unlinked
 from nemo_opd.models.folder import safetensors_files
-from nemo_opd.rollout.requests import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.engine_interface import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server import guard
 from nemo_opd.rollout.server.client import Answer, Http, RequestContext
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.requests import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.engine_interface import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server.client import Answer, Http, RequestContext, UnusableError
 from nemo_opd.rollout.server.server_process import NAME, Json, Program, short_seed
 from nemo_opd.users_code import shown

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.models.folder import safetensors_files
-from nemo_opd.rollout.requests import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.engine_interface import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server.client import Answer, Http, RequestContext
 from nemo_opd.rollout.server.server_process import NAME, Json, Program, short_seed
 

@@ -261,7 +261,7 @@ READERS: dict[str, Callable[[list[Path], Layout, str], Read]] = {
     "jsonl_files": read_jsonl,
     "text_files": _read_text,
 }
-require_lines(Source.model_fields, {*READERS, "hub"}, "READERS in nemo_opd/data/documents.py")
+require_lines(Source.model_fields, {*READERS, "hub"}, "READERS in nemo_opd/data/document_sources.py")
 
 
 @dataclass
