@@ -3,10 +3,13 @@
 import difflib
 import os
 import sys
+import textwrap
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from shutil import get_terminal_size
 from typing import Protocol
 
 from nemo_opd.extras import require_train
@@ -153,12 +156,19 @@ def _close_verb(names: Sequence[str], arguments: Sequence[str]) -> str | None:
 
 def _parser(path: Sequence[str] = (), verb: Verb | None = None) -> ArgumentParser:
     """Return a parser of all verbs, with the arguments of the verb at `path`."""
+    wrapped = partial(textwrap.fill, width=get_terminal_size().columns - 2)
+    more_help = (
+        f"{PROGRAM} VERB --help describes a verb, and {PROGRAM} help WORD finds settings. With no arguments, {PROGRAM} "
+        "distil runs a demo."
+    )
+    statuses = (
+        wrapped(meaning, initial_indent=f"  {status:<6}", subsequent_indent=" " * 8)
+        for status, meaning in MEANINGS.items()
+    )
     parser = ArgumentParser(
         PROGRAM,
-        description="Distil any set of teacher language models into a student, whatever their tokenizers.",
-        epilog=f"{PROGRAM} VERB --help describes a verb, and {PROGRAM} help WORD finds settings. With no arguments, "
-        f"{PROGRAM} distil runs a demo.\n\n"
-        + "\n".join(("exit statuses:", *(f"  {status:<6}{meaning}" for status, meaning in MEANINGS.items()))),
+        description=wrapped("Distil any set of teacher language models into a student, whatever their tokenizers."),
+        epilog="\n".join((wrapped(more_help), "", "exit statuses:", *statuses)),
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=package_version())

@@ -39,6 +39,8 @@ class Arm:
     end: TextBits | None
     settings: Mapping[str, Any] = field(default_factory=dict)
     """As in its config.yaml."""
+    rates: Mapping[float, float] = field(default_factory=dict)
+    """Learning rate of the steps in its metrics.jsonl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,10 @@ def gain_over(arm: Arm, baseline: Arm | None) -> Estimate | str:
         return f": {lacking.name} has no figures per validation text, of its start and its end."
     if arm.end.step != baseline.end.step:
         return f": {baseline.name} took {baseline.end.step:,} steps and {arm.name} {arm.end.step:,}."
+    for step, rate in arm.rates.items():
+        if not math.isclose(baseline.rates.get(step, rate), rate, rel_tol=1e-6):
+            names = f"{baseline.name} and {arm.name}"
+            return f": {names} had different learning rates at step {step:,.0f}, as if one was continued for longer."
     if (differing := differing_setting(baseline.settings, arm.settings)) is not None:
         key, value, other = differing
         return f": {key} is {value} in {baseline.name} and {other} in {arm.name}."

@@ -420,13 +420,8 @@ def _shows_no_tools(template: ChatTemplate, messages: Sequence[Message], tools: 
 
 
 def _warn_of_empty_answers(conversations: Sequence[_PlainConversation], turns: LearnedTurns, key: str) -> Iterator[str]:
-    number = sum(
-        not all(
-            any(map(str.strip, message_texts(message)))
-            for message in compress(messages, learned_messages(messages, turns))
-        )
-        for messages, _ in conversations
-    )
+    learned = (compress(messages, learned_messages(messages, turns)) for messages, _ in conversations)
+    number = sum(not all("".join(message_texts(message)).strip() for message in messages) for messages in learned)
     if number:
         yield (
             f"{key}: {number} of {len(conversations)} conversations checked have an assistant message without text, "

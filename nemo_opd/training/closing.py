@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import DataError
 from nemo_opd.evaluation.estimates import paired_difference
 from nemo_opd.evaluation.verdict import Arm, Setup, compared, gain_over, judge, teacher_effect
 from nemo_opd.logging.comparison import SweptRun
@@ -101,7 +103,11 @@ def _arm(folder: Path, name: str, steps: int | None = None) -> Arm:
     """Return a run's validation per text. steps: step of the last one; by default the last that was written."""
     by_step = {line.step: line for line in TextLog(folder / VALIDATION_LOG).read()}
     end = by_step.get(max(by_step, default=0) if steps is None else steps)
-    return Arm(name, by_step.get(0), end, read_config(folder))
+    records: Sequence[_Record] = ()
+    with suppress(DataError):  # without them, runs are compared by their texts alone
+        records = read(folder / "metrics.jsonl")
+    rates = {record["step"]: record["train/lr"] for record in records if "train/lr" in record}
+    return Arm(name, by_step.get(0), end, read_config(folder), rates)
 
 
 def comparison_sentences(runs: Sequence[SweptRun]) -> list[str]:

@@ -1,5 +1,7 @@
 """The verdict on a run."""
 
+from dataclasses import replace
+
 import pytest
 
 from nemo_opd.evaluation.estimates import ratio_difference
@@ -65,13 +67,15 @@ def test_runs_validated_on_other_texts_are_not_compared() -> None:
         (arm("baseline", 2.0, 1.7, 1.7, 1.7, 1.7, step=20), "took 20 steps"),
         (arm("baseline", 2.1, 1.7, 1.7, 1.7, 1.7), "started at 2.100"),
         (arm("baseline", 2.0, 1.7, 1.7, 1.7, 1.7, seed=1), "run.seed is 1 in baseline and 0 in this run"),
+        (replace(arm("baseline", 2.0, 1.7, 1.7, 1.7, 1.7), rates={1: 1e-3, 2: 1e-3}), "learning rates at step 2"),
         (Arm("baseline", None, None), "no figures per validation text"),
         (Arm("baseline", TextBits(0, (2.0, 2.0), (1, 1)), TextBits(10, (1.0, 1.0), (1, 1)), SEED), "other texts"),
     ],
 )
 def test_runs_that_differ_give_no_verdict(baseline: Arm | None, reason: str) -> None:
-    """Catches a comparison of runs with other texts, steps or starts."""
-    effect, sentence = teacher_effect(arm("this run", 2.0, 1.5, 1.5, 1.5, 1.5), baseline)
+    """Catches a comparison of runs with other texts, steps, starts or learning rates."""
+    this_run = replace(arm("this run", 2.0, 1.5, 1.5, 1.5, 1.5), rates={1: 1e-3, 2: 2e-3})
+    effect, sentence = teacher_effect(this_run, baseline)
     assert effect == "cannot be told"
     assert sentence.startswith("Whether the teacher helped cannot be told")
     assert reason in sentence
