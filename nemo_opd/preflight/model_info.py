@@ -18,7 +18,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from nemo_opd.alignment import Pieces, pieces_of
 from nemo_opd.alignment.pieces import HOLE
 from nemo_opd.config.model import Student
-from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.config.teacher import CrossTokenizerTeacher, ServedTeacher, Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import AlignmentError, ModelError
 from nemo_opd.models.causal_model import SOFT_CAPS
@@ -209,7 +209,8 @@ def tokenizer_info(settings: Teacher, key: str) -> ModelInfo:
     try:
         tokenizer, pieces = _read_tokenizer(settings, key)
     except ModelError as error:
-        if settings.served is None or settings.tokenizer is not None:
+        is_served = settings.served is not None or isinstance(settings, ServedTeacher)
+        if not is_served or settings.tokenizer is not None:
             raise
         raise ModelError(
             f"{error}; if only the servers use the name {settings.reference}, set {key}.tokenizer to the folder or "

@@ -358,7 +358,7 @@ def test_conversations(folder: Path, kind: str, write: Write, suffix: str, as_js
         (
             {"text": ["x"]},
             chat_layout("chat", None),
-            "set data.messages_key to one of its columns: text; for texts, set data.text_key instead",
+            "set data.messages_key to one of its columns: text; for texts, set data.text_key",
         ),
         ({"chat": CHATS[:1]}, chat_layout("chat", "fns"), "has no column 'fns'; set data.tools_key to one of its"),
         ({"chat": [1]}, chat_layout("chat", None), "is of type int64, not a list of objects or its JSON text"),

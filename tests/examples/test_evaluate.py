@@ -66,7 +66,7 @@ def test_the_columns_of_questions_are_found_out(
     [
         (["question", "answer"], "model=demo:student has no chat template, which conversations need; write chat_"),
         (["question", "answer"], "chat_template=plain, a file, or data.text_key=question to continue texts"),
-        (["body", "answer"], "its columns: body, answer; for texts, set data.text_key instead"),
+        (["body", "answer"], "its columns: body, answer; for texts, set data.text_key"),
         (["prompt", "answer"], "2 ways; write data.text_key=prompt, or data.prompt_key=[prompt]"),
     ],
 )
