@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from benchmarks.real_models.outcomes import Outcome, StepTimes, outcome_of, read
 from benchmarks.real_models.place import Place
 from benchmarks.real_models.questions import TASK
 from benchmarks.real_models.settings import TOP_K, Setting, Size, configuration, evaluation
+from benchmarks.step_gold import peak_bytes
 from nemo_opd import distil, distil_on_policy
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.run import from_dict, validated
@@ -36,7 +36,7 @@ def run_one(setting: Setting, seed: int, size: Size, place: Place, results: Path
         outcome = run_gold(setting, seed, steps, config, place)
     else:
         outcome = _run_ours(setting, seed, config, place, began)
-    outcome = replace(outcome, memory_bytes=getrusage(RUSAGE_SELF).ru_maxrss * 1024)
+    outcome = replace(outcome, memory_bytes=peak_bytes(size.device))
     if setting.experiment == "prune":
         accuracy = which_line(str(folder / "final"), folder / "evaluation", place, size.dtype)
         outcome = replace(outcome, end={**outcome.end, TASK: accuracy})

@@ -51,7 +51,7 @@ class Outcome:
     cache_cpu_s: float = 0.0
     """CPU time in which the teacher's outputs were added to its cache before the first step."""
     memory_bytes: int = 0
-    """Largest resident size of the process; 0 if it was not measured."""
+    """Most memory of the device, or on a CPU of the process; 0 if it was not measured."""
 
     @property
     def key(self) -> tuple[str, str, int]:

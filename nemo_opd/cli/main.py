@@ -102,7 +102,7 @@ VERBS: Mapping[str, Verb | Group] = {
             "from-hf": Verb("checkpoint", "FROM_HF", "convert a Hugging Face folder to the first checkpoint of a run"),
         },
     ),
-    "check": Verb("check", "COMMAND", "try this project on the GPUs of this machine"),
+    "check": Verb("check", "COMMAND", "test this project on the GPUs of this machine, from a checkout"),
     "completion": Verb("completion", "COMMAND", "print the code that lets a shell complete this command"),
 }
 _VERBS_OF_OTHERS = {"train": "distil"}

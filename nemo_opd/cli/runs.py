@@ -66,7 +66,14 @@ def _write_report(folder: Path) -> object:
 def report_sweep(root: Path, names: Sequence[str]) -> None:
     """Print a table of a sweep's runs and write `root`/report.html, if any run has started."""
     # matplotlib is slow to import, and few commands are sweeps
-    from nemo_opd.logging.comparison import headline_measures, read_sweep, sweep_table, terminal_table, write_comparison
+    from nemo_opd.logging.comparison import (
+        headline_measures,
+        read_sweep,
+        setting_tables,
+        sweep_table,
+        terminal_table,
+        write_comparison,
+    )
 
     runs = read_sweep(root, names)
     if not any(run.has_started for run in runs):
@@ -74,7 +81,7 @@ def report_sweep(root: Path, names: Sequence[str]) -> None:
     with suppress(OSError):
         VisibleConsole().print(terminal_table(sweep_table(runs, headline_measures(runs))))
     page = root / "report.html"
-    write_comparison(page, runs)
+    write_comparison(page, runs, setting_tables(runs))
     print_line(f"report  {page}")
 
 
@@ -134,20 +141,20 @@ def _write_comparison(arguments: Namespace, console: Console) -> object:
     from nemo_opd.training.finished import read_facts
 
     runs = read_runs(arguments.folders)
-    sentences, remarks, answers = comparison_sentences(runs), unlike(runs), answer_tables(runs)
+    sentences, remarks, settings = comparison_sentences(runs), unlike(runs), setting_tables(runs)
+    tables = [*answer_tables(runs), *settings]
     for sentence in sentences:
         console.print(sentence, style="bold", markup=False, highlight=False)
-    settings = setting_tables(runs)
     for table in (sweep_table(runs, measures_of(runs)[:_MOST_MEASURES]), *settings):
         console.print(terminal_table(table))
     for sentence in remarks:
         console.print(f"not alike  {sentence}", style="yellow", markup=False, highlight=False)
-    write_comparison(arguments.output, runs, answers, sentences, instead="name another --output")
+    write_comparison(arguments.output, runs, tables, sentences, instead="name another --output")
     print(f"report  {arguments.output}")
     return {
         "verdicts": sentences,
         "not_alike": remarks,
-        "tables": [*answers, *settings],
+        "tables": tables,
         "report": arguments.output,
         "runs": [read_facts(run.folder) for run in runs],
     }

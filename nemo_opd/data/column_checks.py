@@ -120,15 +120,16 @@ def _remedy(layout: Layout, column: Column, schema: pa.Schema, source: str, *, i
     ways = readings(schema) if key not in (None, "tools_key") else []
     if key == "messages_key":
         ways = ways or prompt_readings(schema)
-        texts = f"; for texts, set {settings['text_key']}"
-        names += texts + f"; for questions, set {settings['prompt_key']}" * ("prompt_key" in settings)
+        names += f"; for texts, set {settings['text_key']}"
+        names += f"; for questions, set {settings['prompt_key']}" if "prompt_key" in settings else ""
     ways = [way for way in restricted_to(ways, settings) if key not in way]
     advice = "".join(f", or write {described(reading, settings)}" for reading in ways)
     if key == "text_key" and not ways:
-        chats = [field.name for field in schema if _is_list_of_objects(field.type)] * ("messages_key" in settings)
-        if chats and not fitting:
-            return f"; for conversations, write {settings['messages_key']}={chats[0]}"
-        advice += f", or for conversations {settings['messages_key']}={chats[0]}" if chats else ""
+        chat = next((field.name for field in schema if _is_list_of_objects(field.type)), None)
+        if chat is not None and "messages_key" in settings:
+            if not fitting:
+                return f"; for conversations, write {settings['messages_key']}={chat}"
+            advice += f", or for conversations {settings['messages_key']}={chat}"
         if "completion_key" in settings and len(fitting) > 1:
             advice += f"; for prompts with answers, set {settings['prompt_key']} and {settings['completion_key']}"
     return f"; set {column.setting} to one of its columns: {names}{advice}"

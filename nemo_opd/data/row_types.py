@@ -30,8 +30,8 @@ TEACHER = "teacher"
 ANSWER = "answer"
 RESPONSE = "response"
 DOMAIN = "domain"
-"""Our column names in a dataset from `documents.load_documents`, whatever the user's names are. Only prompts have
-answers and responses; only validation texts have domains.
+"""Our column names in a dataset from `document_sources.load_documents`, whatever the user's names are. Only prompts
+have answers and responses; only validation texts have domains.
 """
 FIELD = "field."
 """Prefix of columns that only teachers' contexts read."""

@@ -187,7 +187,7 @@ def headline_measures(runs: Sequence[SweptRun]) -> list[str]:
 
 def _headings(measures: Sequence[str]) -> list[str]:
     """Return the headings of the columns of `SweptRun.cells`."""
-    names = (_name(key) + " (change)" * (key == BITS_PER_BYTE) for key in measures)
+    names = (f"{_name(key)} (change)" if key == BITS_PER_BYTE else _name(key) for key in measures)
     return ["run", *names, "steps", "time of steps"]
 
 
@@ -294,7 +294,7 @@ def write_comparison(
         )
         for key in keys
     ]
-    all_tables = [sweep_table(runs, measures), *tables, *setting_tables(runs), *_group_tables(runs)]
+    all_tables = [sweep_table(runs, measures), *tables, *_group_tables(runs)]
     reports = {run.name: os.path.relpath(run.folder / run.page, page.parent) for run in runs if run.page}
     content = render(
         "comparison.html",

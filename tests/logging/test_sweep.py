@@ -15,6 +15,7 @@ from nemo_opd.logging.comparison import (
     measures_of,
     read_runs,
     read_sweep,
+    setting_tables,
     sweep_table,
     terminal_table,
     write_comparison,
@@ -24,7 +25,7 @@ from tests.logging.synthetic import record, validation
 
 
 def page_of(root: Path, runs: Sequence[SweptRun]) -> str:
-    write_comparison(root / "report.html", runs)
+    write_comparison(root / "report.html", runs, setting_tables(runs))
     return (root / "report.html").read_text()
 
 
